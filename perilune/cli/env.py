@@ -1,0 +1,61 @@
+"""`perilune env`: what this installation runs on, for a bug report or a look before a long run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+import perilune
+from perilune.cli.parse import parse
+
+DESCRIPTION = """Print versions, device, threads and the kernel behind every operation.
+
+examples:
+  perilune env
+  perilune env --json"""
+
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "transformers", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class Env:
+    json: bool = False
+    """print one JSON object instead of lines"""
+
+
+def run(arguments: list[str]) -> None:
+    args = parse(Env, "env", arguments, DESCRIPTION)
+    facts = {"perilune": perilune.__version__, "python": sys.version.split()[0], "system": platform.platform()}
+    facts |= {name: version(name) for name in PACKAGES} | devices() | kernels()
+    print(json.dumps(facts, indent=2) if args.json else "\n".join(f"{key:<20} {facts[key]}" for key in facts))
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def devices() -> dict[str, str]:
+    import torch
+
+    facts = {"cpu cores": str(os.cpu_count()), "torch threads": str(torch.get_num_threads())}
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(i)
+            facts[f"cuda:{i}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}"
+    else:
+        facts["cuda"] = "none: everything runs on the CPU"
+    return facts
+
+
+def kernels() -> dict[str, str]:
+    return {}
+
+
+__all__ = ["run"]

@@ -1,0 +1,85 @@
+"""Feed-forward layers: the dense MLP and the (latent) mixture of experts of Kimi K3 and Kimi Linear.
+
+Legend: T tokens, E experts, J experts a token, L width the experts work on (latent or model), F expert width,
+R = T * J rows, D model width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from perilune.config import Activation, ModelConfig
+from perilune.model.parts import Parts
+from perilune.ops import moe as moe_ops
+from perilune.ops.activation import glu
+from perilune.ops.norm import rms_norm
+
+
+class DenseMlp(nn.Module):
+    """down(glu(gate(x), up(x)))."""
+
+    def __init__(self, width: int, inner: int, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
+        """x_TD -> y_TD."""
+        gate_TF, up_TF = parts.linear(x_TD, self.gate_proj.weight), parts.linear(x_TD, self.up_proj.weight)
+        return parts.linear(glu(gate_TF, up_TF, self.activation), self.down_proj.weight)
+
+
+class Router(nn.Module):
+    """Sigmoid scores in float32; the bias only chooses, and only Quantile Balancing changes it."""
+
+    bias_E: torch.Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.moe = config.moe
+        self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
+        self.register_buffer("bias_E", torch.zeros(config.moe.num_experts))
+
+    def forward(self, x_TD: torch.Tensor, parts: Parts) -> moe_ops.Routing:
+        """x_TD -> the experts of each token and their weights."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE = parts.linear(x_TD.to(wide), self.weight.to(wide))
+        return moe_ops.route(
+            logits_TE, self.bias_E, self.moe.top_k, self.moe.scaling_factor, renormalize=self.moe.renormalize
+        )
+
+
+class SparseMoe(nn.Module):
+    """Routed experts, in a latent space where configured, plus the shared MLP."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        moe, d = config.moe, config.hidden_size
+        self.activation, self.eps, self.num_experts = config.activation, config.rms_norm_eps, moe.num_experts
+        width = moe.latent_size or d
+        self.router = Router(config)
+        if moe.latent_size is not None:
+            self.latent_down = nn.Linear(d, width, bias=False)
+            self.latent_up = nn.Linear(width, d, bias=False)
+        if moe.latent_norm:
+            self.latent_norm = nn.Parameter(torch.empty(width))
+        self.gate_up_E2FL = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.expert_size, width))
+        self.down_ELF = nn.Parameter(torch.empty(moe.num_experts, width, moe.expert_size))
+        self.shared = DenseMlp(d, moe.shared_size, config.activation)
+
+    def forward(self, x_TD: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, moe_ops.Routing]:
+        """x_TD -> (y_TD, the routing that was used)."""
+        routing = self.router(x_TD, parts)
+        z_TL = parts.linear(x_TD, self.latent_down.weight) if hasattr(self, "latent_down") else x_TD
+        order_R, offs_E = moe_ops.permute(routing.ids_TJ, self.num_experts)
+        rows_RL = moe_ops.dispatch(z_TL, order_R, routing.ids_TJ.shape[1])
+        weights = moe_ops.Dense(self.gate_up_E2FL, self.down_ELF)
+        rows_RL = parts.experts(rows_RL, weights, offs_E, self.activation)
+        y_TL = moe_ops.combine(rows_RL, order_R, routing.weights_TJ)
+        if hasattr(self, "latent_norm"):
+            y_TL = rms_norm(y_TL, self.latent_norm, self.eps)
+        y_TD = parts.linear(y_TL, self.latent_up.weight) if hasattr(self, "latent_up") else y_TL
+        return y_TD + self.shared(x_TD, parts), routing

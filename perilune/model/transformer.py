@@ -1,0 +1,179 @@
+"""The model: embedding, hybrid KDA/MLA layers with Block Attention Residuals, and the output head.
+
+Legend: T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from perilune.config import ModelConfig
+from perilune.errors import Error
+from perilune.model.kda import KdaLayer
+from perilune.model.mla import MlaLayer
+from perilune.model.moe import DenseMlp, SparseMoe
+from perilune.model.parts import DEFAULT, Parts
+from perilune.model.state import LayerState, SequenceState
+from perilune.ops.attnres import mix
+from perilune.ops.moe import Routing
+from perilune.ops.norm import rms_norm
+from perilune.ops.sequences import Sequences
+
+
+@dataclass
+class Stats:
+    """Filled by a forward pass that is given one; keys are 0-based layers.
+
+    routing: the experts' routing of sparse layers. max_logit: largest attention logit a head [H] of MLA layers.
+    """
+
+    routing: dict[int, Routing] = field(default_factory=dict)
+    max_logit: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Result of `Transformer.hidden`: the normed last hidden state, and the AttnRes features asked for by `taps`."""
+
+    x_TD: torch.Tensor
+    taps: dict[int, torch.Tensor]
+
+
+class Mixer(nn.Module):
+    """Learned softmax over residual blocks: one normalised query against each source (Block AttnRes)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.norm_D = nn.Parameter(torch.empty(config.hidden_size))
+        self.query_D = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sources [T, D] each -> their mixture [T, D]."""
+        return mix(sources, self.norm_D, self.query_D, self.eps)
+
+
+class Layer(nn.Module):
+    """One decoder layer; what it adds to the residual stream is decided by the Transformer."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.starts_block = config.starts_block(index)
+        self.attn_norm_D = nn.Parameter(torch.empty(config.hidden_size))
+        self.attn: KdaLayer | MlaLayer = MlaLayer(config) if config.is_mla(index) else KdaLayer(config)
+        self.ffn_norm_D = nn.Parameter(torch.empty(config.hidden_size))
+        self.ffn: DenseMlp | SparseMoe
+        if config.is_sparse(index):
+            self.ffn = SparseMoe(config)
+        else:
+            self.ffn = DenseMlp(config.hidden_size, config.intermediate_size, config.activation)
+        if config.attn_res is not None:
+            self.attn_res = Mixer(config)
+            self.ffn_res = Mixer(config)
+
+
+class Transformer(nn.Module):
+    """A Kimi-K3-shaped or Kimi-Linear-shaped language model over packed tokens.
+
+    parts: the callables its layers use (`perilune.model.parts`); see `with_parts`.
+    A new model's weights are unset until `perilune.model.initialize` or a checkpoint fills them.
+    """
+
+    def __init__(self, config: ModelConfig, parts: Parts = DEFAULT) -> None:
+        super().__init__()
+        self.config, self.parts = config, parts
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Layer(config, index) for index in range(config.num_layers)])
+        if config.attn_res is not None:
+            self.output_res = Mixer(config)
+        self.norm_D = nn.Parameter(torch.empty(config.hidden_size))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def with_parts(self, parts: Parts) -> Transformer:
+        """The same weights run through other callables."""
+        twin = copy.copy(self)
+        twin.parts = parts
+        return twin
+
+    def forward(
+        self, tokens_T: torch.Tensor, sequences: Sequences, state: Sequence[SequenceState] | None = None
+    ) -> torch.Tensor:
+        """Next-token logits of every token.
+
+        tokens_T: integer [T]. state: one SequenceState a sequence, advanced by this call; None computes documents
+        from their beginning (or from `sequences.starts`, which then only sets the chunk grid).
+        Returns [T, V] in the model's dtype. Raises Error for tokens or states that do not fit `sequences`.
+        """
+        return self.parts.linear(self.hidden(tokens_T, sequences, state).x_TD, self.lm_head.weight)
+
+    def hidden(
+        self,
+        tokens_T: torch.Tensor,
+        sequences: Sequences,
+        state: Sequence[SequenceState] | None = None,
+        taps: Sequence[int] = (),
+        stats: Stats | None = None,
+    ) -> Hidden:
+        """The normed hidden state that the head multiplies, [T, D].
+
+        taps: AttnRes sources to return: 0 is the embedding, i the sum of block i, the last one the live sum
+        (negative indices count from the end). stats: filled with routings and largest attention logits.
+        """
+        sequences = self._check(tokens_T, sequences, state)
+        bank: list[torch.Tensor] = []
+        live_TD = self.embed(tokens_T)
+        after: list[list[LayerState]] = [[] for _ in range(sequences.count)]
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            x_TD = layer.attn_res([*bank, live_TD]) if bank else live_TD
+            if layer.starts_block:
+                bank.append(live_TD)
+            before = None if state is None else [s.layers[index] for s in state]
+            x_TD = rms_norm(x_TD, layer.attn_norm_D, layer.eps)
+            y_TD, successors, *rest = layer.attn(x_TD, sequences, self.parts, before)
+            for mine, successor in zip(after, successors or (), strict=False):
+                mine.append(successor)
+            if stats is not None and rest:
+                stats.max_logit[index] = rest[0]
+            # A block's sum starts from its first layer's output, not from the stream before it.
+            live_TD = y_TD if layer.starts_block else live_TD + y_TD
+            x_TD = layer.ffn_res([*bank, live_TD]) if bank else live_TD
+            x_TD = rms_norm(x_TD, layer.ffn_norm_D, layer.eps)
+            if isinstance(layer.ffn, SparseMoe):
+                y_TD, routing = layer.ffn(x_TD, self.parts)
+                if stats is not None:
+                    stats.routing[index] = routing
+            else:
+                y_TD = layer.ffn(x_TD, self.parts)
+            live_TD = live_TD + y_TD
+        sources = [*bank, live_TD]
+        x_TD = self.output_res(sources) if bank else live_TD
+        for sequence_state, layers in zip(state or (), after, strict=False):
+            sequence_state.advance(layers)
+        return Hidden(rms_norm(x_TD, self.norm_D, self.config.rms_norm_eps), self._taps(sources, taps))
+
+    def _taps(self, sources: list[torch.Tensor], taps: Sequence[int]) -> dict[int, torch.Tensor]:
+        for tap in taps:
+            if not -len(sources) <= tap < len(sources):
+                raise Error(f"taps holds {tap}; this model has sources 0..{len(sources) - 1}")
+        return {tap: sources[tap] for tap in taps}
+
+    def _check(self, tokens_T: torch.Tensor, sequences: Sequences, state: Sequence[SequenceState] | None) -> Sequences:
+        if tokens_T.dim() != 1 or tokens_T.is_floating_point():
+            raise Error(f"tokens has shape {tuple(tokens_T.shape)} and dtype {tokens_T.dtype}; must be integers [T]")
+        sequences.check_total("tokens", tokens_T.shape[0])
+        sequences = sequences.to(tokens_T.device)
+        if state is None:
+            return sequences
+        if len(state) != sequences.count:
+            raise Error(f"state holds {len(state)} sequences; must be {sequences.count}, as in sequences")
+        lengths = tuple(s.length for s in state)
+        if any(sequences.starts) and sequences.starts != lengths:
+            raise Error(f"sequences.starts is {sequences.starts} but the states are at {lengths}; must be equal")
+        return Sequences.from_lengths(sequences.lengths, lengths, tokens_T.device)

@@ -1,0 +1,114 @@
+"""Muon: momentum whose matrices are made nearly orthogonal before they are applied.
+
+Source: Keller Jordan et al., Muon (2024), for the Newton-Schulz polynomial; Liu et al., "Muon is scalable for LLM
+training" (2025), for the update's size and the weight decay; the Kimi K3 report for one matrix a head.
+
+Legend: B matrices of one shape, M rows, N columns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.errors import Error
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+def orthogonalize(x_BMN: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x = U S Vt -> about U Vt, for every matrix of the batch; singular values end in about [0.7, 1.2].
+
+    Newton-Schulz: x <- a x + (b A + c A A) x with A = x xt, after scaling each matrix to Frobenius norm 1. Runs in
+    `dtype` and returns it. A zero matrix stays zero.
+    """
+    y = x_BMN.to(dtype)
+    y = y / (torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True) + 1e-7)
+    wide = y.shape[-2] <= y.shape[-1]
+    y = y if wide else y.mT  # the small side makes the small Gram matrix
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), y, beta=_A)
+    return y if wide else y.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over 2-D [M, N] and 3-D [E, M, N] parameters (one matrix an expert).
+
+    A parameter with the attribute `muon_heads = h` is h matrices lying row after row (the heads of a q, k or v
+    projection, the two halves of a gated unit) and each is made orthogonal by itself. All matrices of one shape, over
+    all parameters, are one batched Newton-Schulz. An update is scaled by 0.2 sqrt(max(M, N)), which gives it the mean
+    square of a typical AdamW update, so that both take one learning rate; weight decay is decoupled.
+
+    torch.optim.Muon does not fit: it takes 2-D parameters only (experts are 3-D), runs Newton-Schulz in bfloat16
+    (a gradient difference of 1e-3 becomes one of several per cent, and equality tests need fp32 or fp64), one matrix
+    at a time, and knows no heads.
+
+    State of a parameter: "momentum", a tensor like it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 2e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                _matrices(param, param)  # raises Error early for a shape that cannot be split
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        if closure is not None:
+            raise Error("Muon.step takes no closure")
+        for group in self.param_groups:
+            buckets: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                average = state["momentum"]
+                average.mul_(group["momentum"]).add_(param.grad)
+                update = param.grad + group["momentum"] * average
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                matrices_BMN = _matrices(update, param)
+                buckets[(matrices_BMN.shape[1], matrices_BMN.shape[2])].append((param, matrices_BMN))
+            for (rows, columns), bucket in buckets.items():
+                stacked = torch.cat([matrices for _, matrices in bucket])
+                turned_BMN = orthogonalize(stacked, group["ns_steps"], group["ns_dtype"])
+                size = -group["lr"] * 0.2 * max(rows, columns) ** 0.5
+                parts = torch.split(turned_BMN, [matrices.shape[0] for _, matrices in bucket])
+                for (param, _), part in zip(bucket, parts, strict=True):
+                    param.add_(part.reshape(param.shape).to(param.dtype), alpha=size)
+
+
+def _matrices(value: Tensor, param: Tensor) -> Tensor:
+    """`value` (shaped like `param`) as the [B, M, N] batch of matrices that Muon treats one by one."""
+    heads = int(getattr(param, "muon_heads", 1))
+    if value.dim() not in (2, 3) or heads < 1 or value.shape[-2] % heads:
+        shape = tuple(value.shape)
+        raise Error(
+            f"Muon: parameter of shape {shape} with muon_heads {heads}; needs 2 or 3 dims, rows divisible by it"
+        )
+    return value.reshape(-1, value.shape[-2] // heads, value.shape[-1])
+
+
+__all__ = ["Muon", "orthogonalize"]

@@ -1,0 +1,37 @@
+"""Settings of every test: one thread, fixed seeds, no network, no time limit inside hypothesis."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+# Before torch starts its threads: tests run one process a core, and sums keep one order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("perilune", deadline=None, derandomize=True, max_examples=50, print_blob=True)
+settings.load_profile("perilune")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """The same random numbers in every run and in any order of the tests."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `gpu` says why it did not run instead of failing on a machine without a GPU."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
