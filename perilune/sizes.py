@@ -152,20 +152,19 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
 def _kda(config: ModelConfig, low: str) -> Iterator[Tensor]:
     D, kda, copies = config.hidden_size, config.kda, len(config.kda.layers)
     H, K = kda.num_heads, kda.head_dim
-    conv = FP32 if config.family == "kimi_k3" else low
     # K3 pads the per-head values; Kimi-Linear stores [1, 1, H, 1].
     a_log = (-(-H // A_LOG_MULTIPLE) * A_LOG_MULTIPLE,) if config.family == "kimi_k3" else (1, 1, H, 1)
     gate = {"g_proj": (H * K, D)} if kda.full_rank_gate else {"g_a_proj": (K, D), "g_b_proj": (H * K, K)}
     shapes: list[tuple[str, tuple[int, ...], str]] = [
         *((f"{name}_proj", (H * K, D), low) for name in "qkv"),
-        *((f"{name}_conv1d", (H * K, 1, kda.conv_size), conv) for name in "qkv"),
+        *((f"{name}_conv1d", (H * K, 1, kda.conv_size), FP32) for name in "qkv"),
         ("f_a_proj", (K, D), low),
         ("f_b_proj", (H * K, K), low),
         ("b_proj", (H, D), low),
         ("A_log", a_log, FP32),
         ("dt_bias", (H * K,), FP32),
         *((name, shape, low) for name, shape in gate.items()),
-        ("o_norm", (K,), conv),
+        ("o_norm", (K,), FP32),
         ("o_proj", (D, H * K), low),
     ]
     for name, shape, kind in shapes:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from perilune.config import ModelConfig
 from perilune.errors import Error
+from perilune.model import Transformer, initialize, save
 from perilune.sizes import count, tensors
 
 
@@ -99,3 +102,26 @@ def test_an_unknown_dtype_is_named() -> None:
     hf["text_config"]["dtype"] = "int3"
     with pytest.raises(Error, match="dtype is 'int3'"):
         count(ModelConfig.from_hf(hf))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_counts_equal_a_saved_checkpoint(packed: bool, tmp_path: Path) -> None:
+    """Written by the checkpoint room from its own table of names: tensors, parameters and bytes must be the same."""
+    hf = ModelConfig.from_pretrained("nano").to_hf()
+    if packed:
+        hf["text_config"] |= {"moe_intermediate_size": 64, "routed_expert_hidden_size": 96}
+        hf["text_config"]["quantization_config"] = ModelConfig.from_pretrained("kimi-k3").to_hf()["text_config"][
+            "quantization_config"
+        ]
+    config = ModelConfig.from_hf(hf)
+    save(initialize(Transformer(config)), tmp_path / "model")
+    stored = stored_bytes = parameters = 0
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_tensor(name)
+                stored += 1
+                stored_bytes += tensor.nbytes
+                parameters += 0 if name.endswith("_scale") else tensor.numel() * (2 if name.endswith("_packed") else 1)
+    sizes = count(config)
+    assert (sizes.tensors, sizes.parameters, sizes.checkpoint_bytes) == (stored, parameters, stored_bytes)

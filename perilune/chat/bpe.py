@@ -15,6 +15,7 @@ import tiktoken
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
+from perilune.chat.specials import STRUCTURE
 from perilune.errors import Error
 
 # Where text may be cut before merges: Han runs; two forms of a cased word (letters other than Han, an optional sign
@@ -104,7 +105,7 @@ class JsonBpe:
     """A Hugging Face tokenizer.json whose model is byte-level BPE, stripped of its added tokens."""
 
     def __init__(self, spec: dict[str, Any], name: str = "tokenizer.json") -> None:
-        self._spec = {**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        self._spec = spec
         model = spec.get("model")
         if (
             not isinstance(model, dict)
@@ -118,12 +119,13 @@ class JsonBpe:
         missing = [byte for byte in range(256) if of_byte[byte] not in vocab]
         if missing:
             raise Error(f"{name}: {len(missing)} single bytes have no token, first {missing[0]:#04x}; all 256 must")
-        # An added token that stays in the model's vocabulary could come out of ordinary text.
-        self._spec["model"] = {**model, "vocab": vocab}
+        # Nothing is added on encoding, and an added token left in the model's vocabulary could come out of plain text.
+        off: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        plain = {**spec, **off, "model": {**model, "vocab": vocab}}
         byte_of = {char: byte for byte, char in enumerate(of_byte)}
         try:
             self._bytes = {id_: bytes(byte_of[char] for char in token) for token, id_ in vocab.items()}
-            self._hf = HfTokenizer.from_str(json.dumps(self._spec))
+            self._hf = HfTokenizer.from_str(json.dumps(plain))
         except KeyError as problem:
             raise Error(f"{name}: a token holds {problem}, which is not in the byte alphabet") from None
         except Exception as problem:  # the library raises bare Exception
@@ -142,8 +144,6 @@ class JsonBpe:
 
     def save(self, directory: Path, specials: Mapping[str, int]) -> None:
         """Write `tokenizer.json` with the special tokens added, readable by transformers and tokenizers."""
-        from perilune.chat.specials import STRUCTURE
-
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         added = [
             {"id": id_, "content": name, **flags, "special": name not in STRUCTURE}

@@ -92,6 +92,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise Error(f"command {name!r} is unknown; allowed: {', '.join(COMMANDS)}")
     try:
         import_module(f"perilune.cli.{name}").run(rest)
+        sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     return 0

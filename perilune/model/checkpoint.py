@@ -60,7 +60,8 @@ def load(
         places = dict(model.named_parameters()) | dict(model.named_buffers())
         with torch.no_grad():
             for entry in dict.fromkeys(table.values()):
-                _place(places[entry.param], entry).copy_(_read(entry, tensors, folder))
+                place = _place(places[entry.param], entry)
+                place.copy_(_read(entry, tensors, folder).reshape(place.shape))
     return model
 
 
@@ -201,18 +202,7 @@ def _read(entry: Entry, tensors: dict[str, _Stored], folder: Path) -> torch.Tens
         if value[entry.valid :].any():
             raise Error(f"{entry.name} in {str(folder)!r} has values after its first {entry.valid}; must be zeros")
         return value[: entry.valid]
-    return value.reshape(_ours(entry))
-
-
-def _ours(entry: Entry) -> tuple[int, ...]:
-    """Shape of the parameter part of an unpacked entry that is only reshaped."""
-    shape = entry.shape
-    leaf = entry.param.rsplit(".", 1)[-1]
-    if leaf == "conv_CW":
-        return (shape[0], shape[2])
-    if leaf in ("query_D", "A_log_H"):
-        return (-1,)
-    return shape
+    return value
 
 
 def _stored_values(entry: Entry, value: torch.Tensor, rule: str) -> dict[str, torch.Tensor]:

@@ -12,6 +12,8 @@ import torch
 
 from perilune.config import Activation
 from perilune.errors import Error
+from perilune.ops.pieces import row_pieces
+from perilune.ops.precision import widen
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -22,7 +24,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.T
     """
     if gate.shape != up.shape:
         raise Error(f"glu: gate has shape {tuple(gate.shape)} but up has {tuple(up.shape)}; they must be equal")
-    out: torch.Tensor = _Glu.apply(gate, up, activation)
+    out: torch.Tensor = _Glu.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -30,48 +32,65 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)), an element's bits depending on that element alone (bitwise-batch, CPU).
 
     torch.sigmoid on CPU uses another formula for the last few elements of a buffer, so its bits move with the
-    position in the batch; exp does not.
+    position in the batch; exp does not. Narrow dtypes are computed in fp32 and cast once.
     """
-    out: torch.Tensor = _Sigmoid.apply(x)
+    out: torch.Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]
     return out
 
 
 def glu_forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`glu` without autograd."""
-    dtype = gate.dtype
-    g, u = _widen(gate), _widen(up)
-    if activation.kind == "silu":
-        return sigmoid_forward(g).mul_(g).mul_(u).to(dtype)
-    beta, linear_beta = activation.beta, activation.linear_beta
-    left = (g / beta).tanh_().mul_(sigmoid_forward(g))
-    right = (u / linear_beta).tanh_().mul_(beta * linear_beta)
-    return left.mul_(right).to(dtype)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate_RF, up_RF, out_RF = (x.reshape(-1, gate.shape[-1]) for x in (gate, up, out))
+    for rows in row_pieces(gate_RF):
+        g, u = widen(gate_RF[rows]), widen(up_RF[rows])
+        if activation.kind == "silu":
+            torch.mul(sigmoid_forward(g).mul_(g), u, out=out_RF[rows])
+        else:
+            left = (g / activation.beta).tanh_().mul_(sigmoid_forward(g))
+            right = (u / activation.linear_beta).tanh_().mul_(activation.beta * activation.linear_beta)
+            torch.mul(left, right, out=out_RF[rows])
+    return out
 
 
-def glu_backward(
-    d_out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: Activation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(d_gate, d_up) of `glu`, in the dtype of the inputs."""
-    dtype = gate.dtype
-    d, g, u = _widen(d_out), _widen(gate), _widen(up)
+def glu_backward(d_out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The gradients of `glu` side by side in the last dimension, [..., 2F]: first the gate's, then up's."""
+    width = gate.shape[-1]
+    both = torch.empty(*gate.shape[:-1], 2 * width, dtype=gate.dtype, device=gate.device)
+    both_R2F = both.view(-1, 2 * width)
+    gate_RF, up_RF, d_RF = (x.reshape(-1, width) for x in (gate, up, d_out))
+    slope_of = _silu_backward if activation.kind == "silu" else _situ_backward
+    for rows in row_pieces(gate_RF):
+        d, g, u = widen(d_RF[rows]), widen(gate_RF[rows]), widen(up_RF[rows])
+        slope_of(d, g, u, activation, both_R2F[rows, :width], both_R2F[rows, width:])
+    return both
+
+
+def _silu_backward(
+    d: torch.Tensor, g: torch.Tensor, u: torch.Tensor, _: Activation, d_gate: torch.Tensor, d_up: torch.Tensor
+) -> None:
     s = sigmoid_forward(g)
-    if activation.kind == "silu":
-        d_up = (s * g).mul_(d)
-        # d(g s)/dg = s (1 + g (1 - s))
-        slope = torch.rsub(s, 1).mul_(g).add_(1).mul_(s)
-        return slope.mul_(u).mul_(d).to(dtype), d_up.to(dtype)
-    beta, linear_beta = activation.beta, activation.linear_beta
-    t = (g / beta).tanh_()
-    r = (u / linear_beta).tanh_()
-    # left = beta t s with d left/dg = s (1 - t^2 + beta t (1 - s)); right = linear_beta r with d right/du = 1 - r^2.
-    left = (t * s).mul_(beta)
-    d_up = torch.addcmul(torch.ones_like(r), r, r, value=-1).mul_(left).mul_(d)
-    slope = torch.rsub(s, 1).mul_(beta).sub_(t).mul_(t).add_(1).mul_(s)
-    return slope.mul_(r.mul_(linear_beta)).mul_(d).to(dtype), d_up.to(dtype)
+    torch.mul(s * g, d, out=d_up)
+    # d(g s)/dg = s (1 + g (1 - s))
+    torch.mul(torch.rsub(s, 1).mul_(g).add_(1).mul_(s).mul_(u), d, out=d_gate)
+
+
+def _situ_backward(
+    d: torch.Tensor, g: torch.Tensor, u: torch.Tensor, act: Activation, d_gate: torch.Tensor, d_up: torch.Tensor
+) -> None:
+    s = sigmoid_forward(g)
+    t = (g / act.beta).tanh_()
+    r = (u / act.linear_beta).tanh_()
+    # With left = beta t s and right = linear_beta r: d right/du = 1 - r^2 and
+    # d left/dg = s (1 - t^2 + beta t (1 - s)).
+    left_d = (t * s).mul_(d)
+    torch.mul((r * r).neg_().add_(1), left_d.mul_(act.beta), out=d_up)
+    slope = torch.rsub(s, 1).mul_(act.beta).sub_(t).mul_(t).add_(1).mul_(s)
+    torch.mul(slope.mul_(r), d * act.linear_beta, out=d_gate)
 
 
 def sigmoid_forward(x: torch.Tensor) -> torch.Tensor:
-    """`sigmoid` without autograd."""
+    """1 / (1 + exp(-x)) in x's dtype at every step, without autograd."""
     return torch.neg(x).exp_().add_(1).reciprocal_()
 
 
@@ -83,25 +102,24 @@ class _Glu(torch.autograd.Function):
         return glu_forward(gate, up, activation)
 
     @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        return *glu_backward(d_out, *ctx.saved_tensors, ctx.activation), None
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = glu_backward(d_out, gate, up, ctx.activation).chunk(2, -1)
+        return d_gate, d_up, None
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = sigmoid_forward(x)
+        y = sigmoid_forward(widen(x)).to(x.dtype)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, d_y: torch.Tensor) -> torch.Tensor:
         (y,) = ctx.saved_tensors
-        return (d_y * y).mul_(1 - y)
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+        d_x: torch.Tensor = widen(d_y) * widen(y) * (1 - widen(y))
+        return d_x.to(y.dtype)
 
 
 __all__ = ["glu", "glu_backward", "glu_forward", "sigmoid", "sigmoid_forward"]

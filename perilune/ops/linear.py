@@ -6,7 +6,7 @@ Legend: T tokens, D input width, F output width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as nnf
 
 from perilune.errors import Error
 
@@ -18,7 +18,7 @@ _INNER_BLOCK = 512
 
 def linear(x_TD: torch.Tensor, w_FD: torch.Tensor) -> torch.Tensor:
     """y_TF = x_TD @ w_FD^T, in the input dtype, by whatever kernel is fastest (level: bitwise-layout)."""
-    return F.linear(x_TD, w_FD)
+    return nnf.linear(x_TD, w_FD)
 
 
 def linear_exact(x_TD: torch.Tensor, w_FD: torch.Tensor) -> torch.Tensor:
@@ -30,11 +30,11 @@ def linear_exact(x_TD: torch.Tensor, w_FD: torch.Tensor) -> torch.Tensor:
     if x_TD.shape[-1] != w_FD.shape[-1]:
         raise Error(f"linear_exact: x has width {x_TD.shape[-1]} but w has {w_FD.shape[-1]}; they must be equal")
     rows_TD = _whole_tiles(x_TD.flatten(0, -2))
-    y_TF = F.linear(rows_TD[:, :_INNER_BLOCK], w_FD[:, :_INNER_BLOCK])
+    y_TF = nnf.linear(rows_TD[:, :_INNER_BLOCK], w_FD[:, :_INNER_BLOCK])
     for start in range(_INNER_BLOCK, w_FD.shape[-1], _INNER_BLOCK):
         block = slice(start, start + _INNER_BLOCK)
-        y_TF = y_TF + F.linear(rows_TD[:, block], w_FD[:, block])
-    return y_TF[: x_TD.shape[:-1].numel()].unflatten(0, x_TD.shape[:-1])
+        y_TF = y_TF + nnf.linear(rows_TD[:, block], w_FD[:, block])
+    return y_TF[: x_TD.shape[:-1].numel()].view(*x_TD.shape[:-1], w_FD.shape[0])
 
 
 def dot_exact(x_TD: torch.Tensor, w_D: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def dot_exact(x_TD: torch.Tensor, w_D: torch.Tensor) -> torch.Tensor:
 def _whole_tiles(x_TD: torch.Tensor) -> torch.Tensor:
     """Contiguous rows, zero rows added up to a multiple of the row tile."""
     missing = -x_TD.shape[0] % _ROW_TILE
-    return F.pad(x_TD, (0, 0, 0, missing)) if missing else x_TD.contiguous()
+    return nnf.pad(x_TD, (0, 0, 0, missing)) if missing else x_TD.contiguous()
 
 
 __all__ = ["dot_exact", "linear", "linear_exact"]

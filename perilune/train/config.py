@@ -110,9 +110,12 @@ class BalanceConfig:
     """False leaves the router bias as it is, as in inference."""
     ema: float = 0.0
     """Share of the old bias that is kept at each step; 0 takes the new one whole."""
+    bins: int = 1000
+    """Histogram bins for the quantile; 0 keeps all scores of a step and takes it exactly."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.ema < 1, "balance.ema", self.ema, "must be in [0, 1)")
+        _require(self.bins >= 0, "balance.bins", self.bins, "must be >= 0")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ token where it stopped. Legend: T tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from perilune.chat import render
+from perilune.chat import Segment, render
 from perilune.errors import Error
 from perilune.ops.sequences import Sequences
 from perilune.train.config import DataConfig
@@ -25,15 +25,12 @@ from perilune.train.files import find_files, read_documents
 class Encoder(Protocol):
     """What is needed of `perilune.chat.Tokenizer`."""
 
-    @property
-    def bos_id(self) -> int: ...
-
-    @property
-    def eos_id(self) -> int: ...
+    bos_id: int | None
+    text_end_id: int
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_segments(self, segments: Any) -> list[int]: ...
+    def encode_segments(self, segments: Iterable[Segment]) -> tuple[list[int], list[bool]]: ...
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
-        tensors = (t.to(device, non_blocking=True) for t in (self.tokens_T, self.targets_T, self.mask_T))
-        return Batch(*tensors, self.sequences.to(device), self.bytes)
+        tokens_T, targets_T, mask_T = (t.to(device) for t in (self.tokens_T, self.targets_T, self.mask_T))
+        return Batch(tokens_T, targets_T, mask_T, self.sequences.to(device), self.bytes)
 
 
 @dataclass(frozen=True)
@@ -72,19 +69,16 @@ class Piece:
 def encode_document(content: str | dict[str, Any], tokenizer: Encoder) -> tuple[Piece, int]:
     """One document as one piece, and the bytes of text its counted targets stand for.
 
-    Text is BOS, tokens, EOS: the first token is predicted too, from BOS. A chat is rendered by `perilune.chat.render`
-    and only what the model wrote counts.
+    Text is BOS (the end token where there is none), tokens, end: the first token is predicted too, from BOS. A chat
+    is rendered by `perilune.chat.render` and only what the model wrote counts.
     """
     if isinstance(content, str):
-        ids = [tokenizer.bos_id, *tokenizer.encode(content), tokenizer.eos_id]
+        end = tokenizer.text_end_id
+        ids = [end if tokenizer.bos_id is None else tokenizer.bos_id, *tokenizer.encode(content), end]
         return Piece(ids[:-1], ids[1:], [True] * (len(ids) - 1)), len(content.encode())
-    ids, mask, size = [], [], 0
-    for segment in render(content["messages"], tools=content.get("tools")):
-        part = tokenizer.encode_segments([segment])
-        ids += part
-        mask += [segment.by_model] * len(part)
-        size += len(segment.text.encode()) if segment.by_model else 0
-    return Piece(ids[:-1], ids[1:], mask[1:]), size
+    segments = render(content["messages"], content.get("tools"), add_generation_prompt=False)
+    ids, mask = tokenizer.encode_segments(segments)
+    return Piece(ids[:-1], ids[1:], mask[1:]), sum(len(s.text.encode()) for s in segments if s.by_model)
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:

@@ -67,7 +67,7 @@ def _character_cut(block: bytes) -> int:
     """The end of the last whole UTF-8 character of a block without a line end."""
     for back in range(1, min(4, len(block)) + 1):
         if block[-back] >= 0xC0:
-            return len(block) - back
+            return len(block) - back or len(block)
         if block[-back] < 0x80:
             break
     return len(block)

@@ -39,16 +39,16 @@ def orthogonalize(x_BMN: Tensor, steps: int = 5, dtype: torch.dtype = torch.floa
 class Muon(torch.optim.Optimizer):
     """Muon over 2-D [M, N] and 3-D [E, M, N] parameters (one matrix an expert).
 
-    A parameter with the attribute `muon_heads = h` is h matrices lying row after row (the heads of a q, k or v
-    projection, the two halves of a gated unit) and each is made orthogonal by itself. All matrices of one shape, over
-    all parameters, are one batched Newton-Schulz. An update is scaled by 0.2 sqrt(max(M, N)), which gives it the mean
-    square of a typical AdamW update, so that both take one learning rate; weight decay is decoupled.
+    A parameter group's `heads = h` says that each matrix is h matrices lying row after row (the heads of a q, k or v
+    projection), each made orthogonal by itself. All matrices of one shape, over all parameters, are one batched
+    Newton-Schulz. An update is scaled by 0.2 sqrt(max(M, N)), which gives it the mean square of a typical AdamW
+    update, so that both take one learning rate; weight decay is decoupled.
 
     torch.optim.Muon does not fit: it takes 2-D parameters only (experts are 3-D), runs Newton-Schulz in bfloat16
     (a gradient difference of 1e-3 becomes one of several per cent, and equality tests need fp32 or fp64), one matrix
     at a time, and knows no heads.
 
-    State of a parameter: "momentum", a tensor like it.
+    State of a parameter: "momentum", a tensor like it. Raises Error for a shape that cannot be split.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.float32,
+        heads: int = 1,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -66,19 +67,20 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
+            "heads": heads,
         }
         super().__init__(params, defaults)
         for group in self.param_groups:
             for param in group["params"]:
-                _matrices(param, param)  # raises Error early for a shape that cannot be split
+                _matrices(param, group["heads"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         if closure is not None:
             raise Error("Muon.step takes no closure")
+        buckets: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for group in self.param_groups:
-            buckets: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -87,26 +89,22 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(param)
                 average = state["momentum"]
                 average.mul_(group["momentum"]).add_(param.grad)
-                update = param.grad + group["momentum"] * average
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                matrices_BMN = _matrices(update, param)
-                buckets[(matrices_BMN.shape[1], matrices_BMN.shape[2])].append((param, matrices_BMN))
-            for (rows, columns), bucket in buckets.items():
-                stacked = torch.cat([matrices for _, matrices in bucket])
-                turned_BMN = orthogonalize(stacked, group["ns_steps"], group["ns_dtype"])
-                size = -group["lr"] * 0.2 * max(rows, columns) ** 0.5
-                parts = torch.split(turned_BMN, [matrices.shape[0] for _, matrices in bucket])
-                for (param, _), part in zip(bucket, parts, strict=True):
-                    param.add_(part.reshape(param.shape).to(param.dtype), alpha=size)
+                update_BMN = _matrices(torch.add(param.grad, average, alpha=group["momentum"]), group["heads"])
+                key = (*update_BMN.shape[1:], group["lr"], group["ns_steps"], group["ns_dtype"])
+                buckets[key].append((param, update_BMN))
+        for (rows, columns, lr, ns_steps, ns_dtype), bucket in buckets.items():
+            counts = [update_BMN.shape[0] for _, update_BMN in bucket]
+            turned_BMN = orthogonalize(torch.cat([update_BMN for _, update_BMN in bucket]), ns_steps, ns_dtype)
+            for (param, _), part in zip(bucket, torch.split(turned_BMN, counts), strict=True):
+                param.add_(part.reshape(param.shape).to(param.dtype), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
 
 
-def _matrices(value: Tensor, param: Tensor) -> Tensor:
-    """`value` (shaped like `param`) as the [B, M, N] batch of matrices that Muon treats one by one."""
-    heads = int(getattr(param, "muon_heads", 1))
+def _matrices(value: Tensor, heads: int) -> Tensor:
+    """`value` as the [B, M, N] batch of matrices that Muon treats one by one."""
     if value.dim() not in (2, 3) or heads < 1 or value.shape[-2] % heads:
-        shape = tuple(value.shape)
         raise Error(
-            f"Muon: parameter of shape {shape} with muon_heads {heads}; needs 2 or 3 dims, rows divisible by it"
+            f"Muon: parameter of shape {tuple(value.shape)} with {heads} heads; needs 2 or 3 dims, rows divisible by it"
         )
     return value.reshape(-1, value.shape[-2] // heads, value.shape[-1])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perilune.errors import Error
 from perilune.train.config import OptimConfig
@@ -15,32 +15,41 @@ from perilune.train.schedule import learning_rate
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
-def build_optimizers(model: nn.Module, config: OptimConfig) -> dict[str, torch.optim.Optimizer]:
-    """{"muon": ..., "adamw": ...}; Muon takes the parameters that carry `muon = True`, AdamW all others.
+def build_optimizers(
+    params: Mapping[str, Tensor], heads: Mapping[str, int], config: OptimConfig
+) -> dict[str, torch.optim.Optimizer]:
+    """{"muon": ..., "adamw": ...} over named parameters; an optimizer without parameters is left out.
 
-    Weight decay goes to matrices (2 or more dims) only. Raises Error for a model without parameters.
+    heads: name -> row blocks of the matrices that Muon takes (`perilune.model.muon_heads`); all others are AdamW's,
+    with weight decay on matrices called `weight` only (embedding and head; not biases, decays or convolutions).
+    Raises Error for a model without parameters or a name in `heads` that is none of them.
     """
-    chosen: list[nn.Parameter] = []
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for param in model.parameters():
-        if not param.requires_grad:
-            continue
-        if getattr(param, "muon", False):
-            chosen.append(param)
-        else:
-            (decayed if param.dim() >= 2 else plain).append(param)
-    if not (chosen or decayed or plain):
+    if not params:
         raise Error("the model has no trainable parameters")
+    unknown = sorted(set(heads) - set(params))
+    if unknown:
+        raise Error(f"Muon is to take {unknown[0]}, which is not a parameter of the model")
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    if chosen:
+    if heads:
+        split: dict[int, list[Tensor]] = {}
+        for name, param in params.items():
+            if name in heads:
+                split.setdefault(heads[name], []).append(param)
         optimizers["muon"] = Muon(
-            chosen, config.lr, config.momentum, config.weight_decay, config.ns_steps, _DTYPES[config.ns_dtype]
+            [{"params": group, "heads": count} for count, group in sorted(split.items())],
+            config.lr,
+            config.momentum,
+            config.weight_decay,
+            config.ns_steps,
+            _DTYPES[config.ns_dtype],
         )
+    others = {name: param for name, param in params.items() if name not in heads}
+    decayed = [p for name, p in others.items() if name.endswith("weight") and p.dim() >= 2]
+    plain = [p for name, p in others.items() if not (name.endswith("weight") and p.dim() >= 2)]
     groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, config.weight_decay), (plain, 0.0))
-        if params
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((decayed, config.weight_decay), (plain, 0.0))
+        if group
     ]
     if groups:
         optimizers["adamw"] = torch.optim.AdamW(groups, config.adam_lr or config.lr, config.betas, config.eps)

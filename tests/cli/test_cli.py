@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,13 +30,13 @@ def failing(error: BaseException) -> SimpleNamespace:
 
 
 @pytest.fixture
-def raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """Make every command raise the error that it is called with."""
 
     def install(error: BaseException) -> None:
         monkeypatch.setattr(cli, "import_module", lambda name: failing(error))
 
-    yield install
+    return install
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -134,22 +134,26 @@ def test_an_unknown_own_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         (RuntimeError("odd\nshape"), "perilune: unexpected RuntimeError: odd shape (--debug prints the traceback)\n"),
     ],
 )
-def test_an_error_is_one_line(error: Exception, said: str, raising: object, capsys: pytest.CaptureFixture[str]) -> None:
-    raising(error)  # type: ignore[operator]
+def test_an_error_is_one_line(
+    error: Exception, said: str, raising: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(error)
     assert main(["env"]) == 2
     assert one_line(capsys) == said
 
 
-def test_debug_shows_the_traceback(raising: object, capsys: pytest.CaptureFixture[str]) -> None:
-    raising(Error("steps is 0; must be >= 1"))  # type: ignore[operator]
+def test_debug_shows_the_traceback(
+    raising: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(Error("steps is 0; must be >= 1"))
     assert main(["env", "--debug"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("Traceback")
     assert captured.err.endswith("perilune: steps is 0; must be >= 1\n")
 
 
-def test_ctrl_c_is_130(raising: object, capsys: pytest.CaptureFixture[str]) -> None:
-    raising(KeyboardInterrupt())  # type: ignore[operator]
+def test_ctrl_c_is_130(raising: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]) -> None:
+    raising(KeyboardInterrupt())
     assert main(["env"]) == 130
     assert one_line(capsys) == "perilune: stopped\n"
 

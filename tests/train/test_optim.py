@@ -52,12 +52,11 @@ def reference_step(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor, lr: float)
 
 def test_muon_per_head_and_per_expert_against_single_matrices() -> None:
     plain, heads, experts = (nn.Parameter(randn(*s)) for s in ((8, 12), (3 * 8, 12), (2, 2 * 8, 12)))
-    heads.muon_heads = 3  # type: ignore[attr-defined]
-    experts.muon_heads = 2  # type: ignore[attr-defined]
     params = [plain, heads, experts]
     blocks = [w.reshape(8, 12) for p in params for w in p.detach().reshape(-1, 8, 12).clone().unbind()]
     averages = [torch.zeros(8, 12, dtype=torch.float64) for _ in blocks]
-    muon = Muon(params, lr=0.02, ns_dtype=torch.float64)
+    groups = [{"params": [p], "heads": n} for p, n in zip(params, (1, 3, 2), strict=True)]
+    muon = Muon(groups, lr=0.02, ns_dtype=torch.float64)
     for step in range(3):
         for i, p in enumerate(params):
             p.grad = randn(*p.shape, seed=10 * step + i)
@@ -71,10 +70,8 @@ def test_muon_per_head_and_per_expert_against_single_matrices() -> None:
 
 
 def test_muon_refuses_what_it_cannot_split() -> None:
-    odd = nn.Parameter(torch.zeros(10, 4))
-    odd.muon_heads = 3  # type: ignore[attr-defined]
-    with pytest.raises(Error, match="muon_heads 3"):
-        Muon([odd])
+    with pytest.raises(Error, match="with 3 heads"):
+        Muon([nn.Parameter(torch.zeros(10, 4))], heads=3)
     with pytest.raises(Error, match="2 or 3 dims"):
         Muon([nn.Parameter(torch.zeros(4))])
 
@@ -87,11 +84,15 @@ def test_muon_skips_parameters_without_gradient() -> None:
 
 def test_build_splits_by_mark_and_decays_matrices_only() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(5, 4), nn.LayerNorm(4))
-    model[0].weight.muon = True  # type: ignore[assignment]
-    optimizers = build_optimizers(model, OptimConfig(weight_decay=0.3, adam_lr=1e-3))
-    assert [len(g["params"]) for g in optimizers["muon"].param_groups] == [1]
+    params = dict(model.named_parameters())
+    config = OptimConfig(weight_decay=0.3, adam_lr=1e-3)
+    optimizers = build_optimizers(params, {"0.weight": 2}, config)
+    assert [(len(g["params"]), g["heads"]) for g in optimizers["muon"].param_groups] == [(1, 2)]
     decays = {g["weight_decay"]: len(g["params"]) for g in optimizers["adamw"].param_groups}
     assert decays == {0.3: 1, 0.0: 3}
+    assert list(build_optimizers(params, {}, config)) == ["adamw"]
+    with pytest.raises(Error, match="to take q, which"):
+        build_optimizers(params, {"q": 1}, config)
     assert set_learning_rates(optimizers, OptimConfig(lr=1.0, adam_lr=1e-3, warmup=0.0), 0, 10) == 1.0
     assert optimizers["adamw"].param_groups[0]["lr"] == 1e-3
 

@@ -15,11 +15,11 @@ import torch
 
 from perilune.errors import Error
 from perilune.ops.linear import dot_exact
+from perilune.ops.pieces import row_pieces
+from perilune.ops.precision import widen
 
 
-def mix(
-    sources: Sequence[torch.Tensor], norm_w_D: torch.Tensor, query_w_D: torch.Tensor, eps: float
-) -> torch.Tensor:
+def mix(sources: Sequence[torch.Tensor], norm_w_D: torch.Tensor, query_w_D: torch.Tensor, eps: float) -> torch.Tensor:
     """h_TD, the mixture of the sources x_TD, in their dtype; everything inside in max(fp32, dtype).
 
     No [n, T, D] stack is made, and only [T, n] statistics are kept beside the sources for the backward pass.
@@ -38,7 +38,7 @@ def mix(
     for name, w in (("norm_w_D", norm_w_D), ("query_w_D", query_w_D)):
         if w.shape != first.shape[-1:]:
             raise Error(f"attnres.mix: {name} has shape {tuple(w.shape)}; must be ({first.shape[-1]},)")
-    h_TD: torch.Tensor = _Mix.apply(norm_w_D, query_w_D, eps, *sources)
+    h_TD: torch.Tensor = _Mix.apply(norm_w_D, query_w_D, eps, *sources)  # type: ignore[no-untyped-call]
     return h_TD
 
 
@@ -47,51 +47,64 @@ class _Mix(torch.autograd.Function):
     def forward(
         ctx: Any, norm_w: torch.Tensor, query_w: torch.Tensor, eps: float, *sources: torch.Tensor
     ) -> torch.Tensor:
-        width = sources[0].shape[-1]
-        w_D = _widen(norm_w) * _widen(query_w)
-        r_nT, s_nT = [], []
+        w_D = widen(norm_w) * widen(query_w)
+        s_nT, r_nT = [], []
         for source in sources:
-            x_TD = _widen(source)
+            x_TD = widen(source)
             norm_T = torch.linalg.vector_norm(x_TD, dim=-1)
-            r_T = norm_T.mul_(norm_T).div_(width).add_(eps).rsqrt_()
-            r_nT.append(r_T)
-            s_nT.append(dot_exact(x_TD, w_D).mul_(r_T))
-        p_nT = torch.stack(s_nT, -1).softmax(-1).t()
-        h_TD = _widen(sources[0]) * p_nT[0].unsqueeze(-1)
+            r_nT.append(norm_T.mul_(norm_T).div_(w_D.shape[0]).add_(eps).rsqrt_())
+            s_nT.append(dot_exact(x_TD, w_D).mul_(r_nT[-1]))
+        p_nT = _softmax(s_nT)
+        h_TD = widen(sources[0]) * p_nT[0].unsqueeze(-1)
         for source, p_T in zip(sources[1:], p_nT[1:], strict=True):
-            h_TD.addcmul_(_widen(source), p_T.unsqueeze(-1))
-        ctx.save_for_backward(norm_w, query_w, p_nT, torch.stack(r_nT), torch.stack(s_nT), *sources)
+            h_TD.addcmul_(widen(source), p_T.unsqueeze(-1))
+        ctx.save_for_backward(norm_w, query_w, *p_nT, *s_nT, *r_nT, *sources)
         return h_TD.to(sources[0].dtype)
 
     @staticmethod
-    def backward(ctx: Any, d_h: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        norm_w, query_w, p_nT, r_nT, s_nT, *sources = ctx.saved_tensors
-        width = sources[0].shape[-1]
-        w_D = _widen(norm_w) * _widen(query_w)
-        d_TD = _widen(d_h)
-        d_p_nT = torch.stack([(_widen(x) * d_TD).sum(-1) for x in sources])
-        d_s_nT = (d_p_nT - (d_p_nT * p_nT).sum(0)).mul_(p_nT)
-        # s = r <w, x>, so ds/dx = r w - s r^2 x / D.
-        on_w_nT = d_s_nT * r_nT
-        on_x_nT = (on_w_nT * r_nT).mul_(s_nT).div_(-width)
+    def backward(ctx: Any, d_h: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        norm_w, query_w, *rest = ctx.saved_tensors
+        n = len(rest) // 4
+        p_nT, s_nT, r_nT, sources = (rest[i * n : (i + 1) * n] for i in range(4))
+        w_D = widen(norm_w) * widen(query_w)
         d_w_D = torch.zeros_like(w_D)
-        d_sources = []
-        for i, source in enumerate(sources):
-            x_TD = _widen(source)
-            d_w_D += torch.mv(x_TD.t(), on_w_nT[i])
-            if not ctx.needs_input_grad[3 + i]:
-                d_sources.append(None)
-                continue
-            d_x_TD = d_TD * p_nT[i].unsqueeze(-1)
-            d_x_TD.addcmul_(x_TD, on_x_nT[i].unsqueeze(-1)).addcmul_(w_D, on_w_nT[i].unsqueeze(-1))
-            d_sources.append(d_x_TD.to(source.dtype))
+        needed = ctx.needs_input_grad[3:]
+        d_sources = [torch.empty_like(x) if need else None for x, need in zip(sources, needed, strict=True)]
+        for rows in row_pieces(d_h):
+            d_TD = widen(d_h[rows])
+            x_nTD = [widen(source[rows]) for source in sources]
+            d_p_nT = [(x_TD * d_TD).sum(-1) for x_TD in x_nTD]
+            mean_T = _sum([d_p_T * p_T[rows] for d_p_T, p_T in zip(d_p_nT, p_nT, strict=True)])
+            for i, x_TD in enumerate(x_nTD):
+                # s = r <w, x>, so ds/dx = r w - s r^2 x / D.
+                on_w_T = (d_p_nT[i] - mean_T).mul_(p_nT[i][rows]).mul_(r_nT[i][rows])
+                on_x_T = (on_w_T * r_nT[i][rows]).mul_(s_nT[i][rows]).div_(-w_D.shape[0])
+                d_w_D.addmv_(x_TD.t(), on_w_T)
+                d_source = d_sources[i]
+                if d_source is not None:
+                    d_x_TD = d_TD * p_nT[i][rows].unsqueeze(-1)
+                    d_x_TD.addcmul_(x_TD, on_x_T.unsqueeze(-1)).addcmul_(w_D, on_w_T.unsqueeze(-1))
+                    d_source[rows] = d_x_TD
         d_norm_w = (d_w_D * query_w).to(norm_w.dtype)
         d_query_w = (d_w_D * norm_w).to(query_w.dtype)
         return d_norm_w, d_query_w, None, *d_sources
 
 
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _softmax(s_nT: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Over the list; every token's numbers in one written order, unlike a reduction over a dimension."""
+    largest_T = s_nT[0]
+    for s_T in s_nT[1:]:
+        largest_T = torch.maximum(largest_T, s_T)
+    e_nT = [(s_T - largest_T).exp_() for s_T in s_nT]
+    z_T = _sum(e_nT)
+    return [e_T.div_(z_T) for e_T in e_nT]
+
+
+def _sum(x_nT: list[torch.Tensor]) -> torch.Tensor:
+    total_T = x_nT[0].clone()
+    for x_T in x_nT[1:]:
+        total_T += x_T
+    return total_T
 
 
 __all__ = ["mix"]

@@ -3,7 +3,7 @@
 Only operations whose bits do not depend on a value's place in the tensor are used: torch's own sigmoid, softplus and
 silu on CPU treat the last few elements of a tensor with other code than the rest.
 
-Legend: T tokens, H heads, K key dim, V value dim. Gates in nats. Source: Kimi Linear (arXiv:2510.26692), section 3.
+Legend: T tokens, H heads, K key dim. Gates in nats. Source: Kimi Linear (arXiv:2510.26692), section 3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Activated(NamedTuple):
 
     q_THK: torch.Tensor
     k_THK: torch.Tensor
-    v_THV: torch.Tensor
     g_THK: torch.Tensor
     beta_TH: torch.Tensor
 
@@ -43,25 +42,23 @@ def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
 def prepare(
     q_THK: torch.Tensor,
     k_THK: torch.Tensor,
-    v_THV: torch.Tensor,
     g_raw_THK: torch.Tensor,
     beta_logit_TH: torch.Tensor,
     A_log_H: torch.Tensor,
     dt_bias_HK: torch.Tensor,
     gate: Gate,
 ) -> Activated:
-    """Activate the inputs of `kda`; level bitwise-batch on CPU.
+    """Activate the inputs of `kda` (v needs nothing but the dtype); level bitwise-batch on CPU.
 
     q and k are divided by sqrt(sum x^2 + 1e-6) (the epsilon is on the sum), q also carries K^-0.5; g follows `gate`;
     beta = sigmoid(logit).
     """
-    dtype = compute_dtype(q_THK, k_THK, v_THV, g_raw_THK)
+    dtype = compute_dtype(q_THK, k_THK, g_raw_THK)
     A_log_H, dt_bias_HK = A_log_H.to(dtype), dt_bias_HK.to(dtype)
     decay: Any = _SafeGate if gate.mode == "safe" else _SoftplusGate
     return Activated(
         _Normalise.apply(q_THK.to(dtype), q_THK.shape[-1] ** -0.5),  # type: ignore[no-untyped-call]
         _Normalise.apply(k_THK.to(dtype), 1.0),  # type: ignore[no-untyped-call]
-        v_THV.to(dtype),
         decay.apply(g_raw_THK.to(dtype), A_log_H, dt_bias_HK, gate.lower_bound),
         _Sigmoid.apply(beta_logit_TH.to(dtype)),  # type: ignore[no-untyped-call]
     )
@@ -86,7 +83,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (dy_THK,) = grads
         x_THK, r_TH1 = ctx.saved_tensors
-        pull_TH1 = (x_THK * dy_THK).sum(-1, keepdim=True).mul_(r_TH1.pow(3)).mul_(-ctx.scale)
+        pull_TH1 = (x_THK * dy_THK).sum(-1, keepdim=True).mul_(r_TH1 * r_TH1 * r_TH1).mul_(-ctx.scale)
         return torch.addcmul(dy_THK * (r_TH1 * ctx.scale), x_THK, pull_TH1), None
 
 

@@ -1,10 +1,11 @@
 """Where each token of a packed batch sits in the 64-row chunks of its document.
 
 The chunk grid is absolute in the document: position p is row p % 64 of chunk p // 64, whatever the call starts at.
-Chunks are stored step by step: first the first chunk of every sequence, then every second chunk, and so on, the
-sequences with most chunks first. A step of the serial scan is then one contiguous slice.
+Chunks are ordered step by step: first the first chunk of every sequence, then every second chunk, and so on, the
+sequences with most chunks first, so that a step of the serial scan is one contiguous slice. Consecutive steps form
+groups, which bound the memory that intermediates take.
 
-Legend: T tokens, N sequences, X chunks of all sequences.
+Legend: T tokens, N sequences, H heads, C rows of a chunk (64), B chunk-heads of a group, R rows.
 """
 
 from __future__ import annotations
@@ -18,43 +19,57 @@ from perilune.errors import Error
 from perilune.ops.sequences import Sequences
 
 CHUNK = 64
+# Elements of one [B, 64, K] tensor of a group: 2 MiB in fp32. Smaller groups pay more for calls than caches give back.
+GROUP_ELEMENTS = 2**19
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some consecutive steps. first: index of the first step; counts: sequences alive at each.
+
+    rows: where the group's rows lie among the rows of all groups. source: row in a [T * H, n] tensor of each row of
+    [B, 64, n], in order; padding: the rows where no token sits, None when there are none.
+    """
+
+    first: int
+    counts: tuple[int, ...]
+    rows: slice
+    source: torch.Tensor
+    padding: torch.Tensor | None
+
+    def load(self, x_Rn: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T * H, n] -> [B, 64, n], zeros where no token sits."""
+        y_Rn = torch.index_select(x_Rn, 0, self.source, out=out)
+        if self.padding is not None:
+            y_Rn.index_fill_(0, self.padding, 0.0)
+        return y_Rn.view(-1, CHUNK, x_Rn.shape[-1])
+
+    def view(self, all_Rn: torch.Tensor) -> torch.Tensor:
+        """The group's part [B, 64, n] of a tensor with the rows of all groups."""
+        return all_Rn[self.rows].view(-1, CHUNK, all_Rn.shape[-1])
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """rows_T: flat row (chunk * 64 + row) of each token. order_N: the sequence of each rank (most chunks first).
+    """order_N: the sequence of each rank (most chunks first); rank: the rank of each sequence; groups of steps.
 
-    counts: sequences alive at each step; offsets: first chunk of each step, one more at the end (= X).
-    full: every row of every chunk holds a token.
+    rows: of all groups together. row_TH: the one of each token and head.
     """
 
-    rows_T: torch.Tensor
     order_N: torch.Tensor
-    counts: tuple[int, ...]
-    offsets: tuple[int, ...]
     rank: tuple[int, ...]
-    full: bool
+    groups: tuple[Group, ...]
+    rows: int
+    row_TH: torch.Tensor
 
-    @property
-    def chunks(self) -> int:
-        """X."""
-        return self.offsets[-1]
-
-    def pad(self, x_Tn: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [X, 64, ...], zeros where no token sits."""
-        shape = (self.chunks * CHUNK, *x_Tn.shape[1:])
-        padded = x_Tn.new_empty(shape) if self.full else x_Tn.new_zeros(shape)
-        padded.index_copy_(0, self.rows_T, x_Tn)
-        return padded.unflatten(0, (self.chunks, CHUNK))
-
-    def unpad(self, x_XCn: torch.Tensor) -> torch.Tensor:
-        """[X, 64, ...] -> [T, ...]."""
-        return x_XCn.flatten(0, 1).index_select(0, self.rows_T)
+    def tokens(self, x_Rn: torch.Tensor) -> torch.Tensor:
+        """The rows of all groups [rows, n] -> [T, H, n]."""
+        return x_Rn.index_select(0, self.row_TH.flatten()).view(*self.row_TH.shape, x_Rn.shape[-1])
 
 
-@lru_cache(maxsize=32)
-def chunk_table(sequences: Sequences) -> ChunkTable:
-    """The table of a cut; cached, since every layer of a model asks for the same one."""
+@lru_cache(maxsize=16)
+def chunk_table(sequences: Sequences, heads: int, width: int) -> ChunkTable:
+    """The table of a cut for `heads` heads of at most `width` channels; cached, since every layer asks for the same."""
     first = [start // CHUNK for start in sequences.starts]
     chunks = [
         -(-(start + length) // CHUNK) - begin if length else 0
@@ -64,43 +79,54 @@ def chunk_table(sequences: Sequences) -> ChunkTable:
     rank = [0] * sequences.count
     for r, n in enumerate(order):
         rank[n] = r
-    counts, offsets = [], [0]
+    counts: list[int] = []
     alive = sequences.count
     for step in range(max(chunks, default=0)):
         while chunks[order[alive - 1]] <= step:
             alive -= 1
         counts.append(alive)
-        offsets.append(offsets[-1] + alive)
-    device = sequences.device
-    first_N, rank_N, offset_S = (torch.tensor(v, dtype=torch.int64, device=device) for v in (first, rank, offsets))
+
+    device, T = sequences.device, sequences.total
+    first_N, rank_N, counts_S = (torch.tensor(x, dtype=torch.int64, device=device) for x in (first, rank, counts))
     step_T = sequences.positions_T // CHUNK - first_N[sequences.ids_T]
-    slot_T = offset_S[step_T] + rank_N[sequences.ids_T]
-    return ChunkTable(
-        rows_T=slot_T * CHUNK + sequences.positions_T % CHUNK,
-        order_N=torch.tensor(order, dtype=torch.int64, device=device),
-        counts=tuple(counts),
-        offsets=tuple(offsets),
-        rank=tuple(rank),
-        full=sequences.total == offsets[-1] * CHUNK,
-    )
+    slot_T = (counts_S.cumsum(0) - counts_S)[step_T] + rank_N[sequences.ids_T]
+    head_H = torch.arange(heads, device=device)
+    row_TH = ((slot_T * heads)[:, None] + head_H) * CHUNK + (sequences.positions_T % CHUNK)[:, None]
+    rows = sum(counts) * heads * CHUNK
+    source_R = torch.full((rows,), -1, dtype=torch.int64, device=device)
+    source_R[row_TH.flatten()] = torch.arange(T * heads, device=device)
+
+    groups, step, low = [], 0, 0
+    limit = max(GROUP_ELEMENTS // (CHUNK * max(width, CHUNK)), 1)
+    while step < len(counts):
+        end, size = step + 1, counts[step] * heads
+        while end < len(counts) and size + counts[end] * heads <= limit:
+            size, end = size + counts[end] * heads, end + 1
+        here = slice(low, low + size * CHUNK)
+        padding = (source_R[here] < 0).nonzero()[:, 0]
+        source = source_R[here].clamp(min=0)
+        groups.append(Group(step, tuple(counts[step:end]), here, source, padding if len(padding) else None))
+        step, low = end, here.stop
+    order_N = torch.tensor(order, dtype=torch.int64, device=device)
+    return ChunkTable(order_N, tuple(rank), tuple(groups), rows, row_TH)
 
 
-def checkpoint_slots(
-    sequences: Sequences, table: ChunkTable, checkpoints: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[int, ...], ...]:
-    """For each checkpoint, in order, the chunk after which its state is read, grouped by step: (chunk, ...).
-
-    Raises Error unless there is one tuple per sequence and each position is a multiple of 64 inside the sequence.
-    """
+def check_checkpoints(sequences: Sequences, checkpoints: tuple[tuple[int, ...], ...]) -> None:
+    """Raise Error unless there is one tuple per sequence and each position is a multiple of 64 inside the sequence."""
     if len(checkpoints) != sequences.count:
-        raise Error(f"checkpoints has {len(checkpoints)} entries; give one tuple for each of {sequences.count} sequences")
-    slots = []
-    for n, positions in enumerate(checkpoints):
-        start, length = sequences.starts[n], sequences.lengths[n]
+        raise Error(f"checkpoints has {len(checkpoints)} entries; one tuple a sequence makes {sequences.count}")
+    for n, (positions, start, length) in enumerate(zip(checkpoints, sequences.starts, sequences.lengths, strict=True)):
         for p in positions:
             if p % CHUNK or not start < p <= start + length:
-                raise Error(
-                    f"checkpoints[{n}] has {p}; must be a multiple of {CHUNK} with {start} < position <= {start + length}"
-                )
-            slots.append(table.offsets[p // CHUNK - 1 - start // CHUNK] + table.rank[n])
-    return tuple(slots)
+                raise Error(f"checkpoints[{n}] has {p}; must be a multiple of {CHUNK} in ({start}, {start + length}]")
+
+
+def checkpoint_marks(
+    sequences: Sequences, table: ChunkTable, checkpoints: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, int], ...]:
+    """(step, rank) of each checkpoint, in order: its state is that of the rank after the step."""
+    return tuple(
+        (p // CHUNK - 1 - start // CHUNK, rank)
+        for positions, start, rank in zip(checkpoints, sequences.starts, table.rank, strict=True)
+        for p in positions
+    )

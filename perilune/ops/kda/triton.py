@@ -1,27 +1,36 @@
 """KDA on the GPU in Triton: chunked prefill and training (forward and backward).
 
-Legend: T tokens, N sequences, H heads, K key dim, V value dim, C chunk (64), X chunks of all sequences.
+Forward: K1 `prepare` (chunks in parallel) and K2 `scan` (serial over chunks, outputs included). Backward: K1 and K2
+again without outputs, keeping each chunk's entry state and U (or those kept by the forward), B2 the reverse scan, B3
+the gradients (chunks in parallel). Every sum runs in a fixed order: same inputs, same bits.
+
+Legend: T tokens, N sequences, H heads, K key dim, V value dim, C rows of a chunk (64), X chunks of all sequences.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from perilune.config import Gate
 from perilune.errors import Error
+from perilune.ops.kda import reference
+from perilune.ops.kda.triton_backward_scan import reverse_scan_kernel
+from perilune.ops.kda.triton_gradients import key_gradient_kernel, norm_gradient_kernel, state_gradient_kernel
 from perilune.ops.kda.triton_layout import Layout, checkpoint_slots, layout
 from perilune.ops.kda.triton_prepare import prepare_kernel
 from perilune.ops.kda.triton_scan import scan_kernel
 from perilune.ops.sequences import Sequences
 
 EPS = 1e-6
+SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The raw tensors of one call and how to read them."""
+    """The raw tensors of one call and where its chunks lie."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -34,16 +43,9 @@ class Inputs:
     layout: Layout
 
     @property
-    def heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def keys(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def values(self) -> int:
-        return self.v.shape[2]
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """N, X, T, H, K, V."""
+        return (len(self.layout.shift), self.layout.chunks, *self.q.shape, self.v.shape[2])  # type: ignore[return-value]
 
     @property
     def lower_bound(self) -> float:
@@ -52,7 +54,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What K1 hands to the scan: -w, q~, k- [X, H, C, K]; A beta, P [X, H, C, C]; e^(G_C) float32 [X, H, K]."""
+    """What K1 hands to the scans: -w, q~, k- [X, H, C, K]; A beta, P [X, H, C, C]; e^(G_C) float32 [X, H, K]."""
 
     w: torch.Tensor
     q: torch.Tensor
@@ -62,18 +64,43 @@ class Prepared:
     decay: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Scanned:
+    """What K2 returns: outputs, final and requested states, and, if kept, each chunk's entry state S^T and U."""
+
+    o: torch.Tensor | None
+    final: torch.Tensor
+    states: torch.Tensor | None
+    S: torch.Tensor | None
+    U: torch.Tensor | None
+
+
+def prepare_name(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, gate: Gate) -> Literal["hopper", "triton"]:
+    """Which K1 runs: the Gluon kernel where its fixed layout fits, the plain Triton kernel elsewhere."""
+    if not (q.is_cuda and q.shape[2] == 128 and gate.mode == "safe" and torch.cuda.get_device_capability(q.device)[0] == 9):
+        return "triton"
+    vectors = all(x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 for x in (q, k, g))
+    same = all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in (q, k, g))
+    return "hopper" if vectors and same else "triton"
+
+
 def prepare(x: Inputs) -> Prepared:
-    X, H, K = x.layout.chunks, x.heads, x.keys
+    """K1 over all chunks and heads."""
+    _, X, _, H, K, _ = x.sizes
     wide = x.q.new_empty(3, X, H, 64, K)
     square = x.q.new_empty(2, X, H, 64, 64)
     out = Prepared(wide[0], wide[1], wide[2], square[0], square[1], x.q.new_empty(X, H, K, dtype=torch.float32))
-    if X:
-        prepare_kernel[(X * H,)](
-            x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.layout.table,
-            out.w, out.q, out.k, out.A, out.P, out.decay,
-            *x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride(),
-            K**-0.5, x.lower_bound, EPS, H, K=K, SAFE=x.gate.mode == "safe", num_warps=4,
-        )  # fmt: skip
+    tensors = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.layout.table, out.w, out.q, out.k, out.A, out.P, out.decay)
+    strides = (*x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride())
+    scalars = (K**-0.5, x.lower_bound, EPS, H)
+    if X and prepare_name(x.q, x.k, x.g, x.gate) == "hopper":
+        from perilune.ops.kda.triton_prepare_hopper import prepare_hopper_kernel
+
+        same = x.q.stride() == x.k.stride() == x.g.stride()
+        prepare_hopper_kernel[(X * H,)](*tensors, *strides, *scalars, SAME=same, num_warps=4)
+    elif X:
+        safe = x.gate.mode == "safe"
+        prepare_kernel[(X * H,)](*tensors, *strides, *scalars, K=K, B=min(K, 32), SAFE=safe, num_warps=4)
     return out
 
 
@@ -85,24 +112,116 @@ def scan(
     slot_count: int = 0,
     output: bool = True,
     keep: bool = False,
-    BV: int = 64,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    T, H, K, V = x.q.shape[0], x.heads, x.keys, x.values
-    N, X = len(x.layout.shift), x.layout.chunks
-    BV = min(BV, V)
-    o = x.v.new_empty(T, H, V) if output else None
+) -> Scanned:
+    """K2 over all sequences; BV = 64 and three stages is the fastest shape on an H200 for 32 to 96 heads."""
+    N, X, T, H, K, V = x.sizes
+    BV = min(64, V)
     final = x.q.new_empty(N, H, K, V, dtype=torch.float32)
-    states = None if slots is None else final.new_empty(slot_count, H, K, V)
-    kept_S = x.q.new_empty(X, H, V, K) if keep else None
-    kept_U = x.q.new_empty(X, H, 64, V) if keep else None
+    out = Scanned(
+        o=x.v.new_empty(T, H, V) if output else None,
+        final=final,
+        states=None if slots is None else final.new_empty(slot_count, H, K, V),
+        S=x.q.new_empty(X, H, V, K) if keep else None,
+        U=x.q.new_empty(X, H, 64, V) if keep else None,
+    )
     if N:
         scan_kernel[(V // BV * H * N,)](
-            p.w, p.q, p.k, p.A, p.P, p.decay, x.v, o, initial, final, states, kept_S, kept_U,
+            p.w, p.q, p.k, p.A, p.P, p.decay, x.v, out.o, initial, final, out.states, out.S, out.U,
             x.layout.first_chunk, x.layout.cu, x.layout.shift, slots, *x.v.stride(), H,
             K=K, V=V, BV=BV, INITIAL=initial is not None, OUTPUT=output, STATES=slots is not None, KEEP=keep,
-            STAGES=2, num_warps=4,
+            STAGES=3, num_warps=4,
         )  # fmt: skip
-    return o, final, states, kept_S, kept_U
+    return out
+
+
+def reverse_scan(
+    x: Inputs,
+    p: Prepared,
+    d_o: torch.Tensor,
+    d_final: torch.Tensor | None,
+    d_states: torch.Tensor | None,
+    slots: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """B2: (d_initial float32 [N, H, K, V], dS' transposed [X, H, V, K], dU [X, H, C, V])."""
+    N, X, _, H, K, V = x.sizes
+    # With many heads one program for all of V reads the operands once and is faster; few heads need the parallelism.
+    BV = V if H * N >= 72 else min(64, V)
+    d_initial = x.q.new_empty(N, H, K, V, dtype=torch.float32)
+    dS = x.q.new_empty(X, H, V, K)
+    dU = x.q.new_empty(X, H, 64, V)
+    if N:
+        reverse_scan_kernel[(V // BV * H * N,)](
+            p.w, p.q, p.k, p.P, p.decay, d_o, d_final, d_states, d_initial, dS, dU,
+            x.layout.first_chunk, x.layout.cu, x.layout.shift, slots, *d_o.stride(), H,
+            K=K, V=V, BV=BV, FINAL=d_final is not None, STATES=d_states is not None, STAGES=2 if BV == 128 else 3, num_warps=8 if BV == 128 else 4,
+        )  # fmt: skip
+    return d_initial, dS, dU
+
+
+def gradients(
+    x: Inputs, p: Prepared, kept: Scanned, dS: torch.Tensor, dU: torch.Tensor, d_o: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """B3: dq, dk, dv, dg_raw, d beta_logit, d A_log, d dt_bias. Uses up `p`: its memory holds intermediate gradients."""
+    _, X, T, H, K, V = x.sizes
+    B = min(K, 64)
+    dq, dk, dv = x.q.new_empty(T, H, K), x.k.new_empty(T, H, K), x.v.new_empty(T, H, V)
+    dg, d_beta = x.g.new_empty(T, H, K), x.beta.new_empty(T, H)
+    partial = {"dtype": torch.float32, "device": x.q.device}
+    d_bias = torch.empty(X, H, K, **partial)
+    d_A = torch.empty(X, H, K // B, **partial)
+    diagonal = torch.empty(X, H, 64, **partial)
+    last = torch.empty(X, H, K, **partial)
+    radial = torch.empty(X, H, K // B, 2, 64, **partial)
+    if X:
+        table = x.layout.table
+        state_gradient_kernel[(X * H,)](
+            p.A, p.P, kept.S, dS, kept.U, dU, p.decay, d_o, x.beta,
+            dv, d_beta, diagonal, p.q, p.w, p.k, last, table, *d_o.stride(), *x.beta.stride(), H, K // B,
+            K=K, V=V, B=B, num_warps=4,
+        )  # fmt: skip
+        tensors = (x.q, x.k, x.g, x.A_log, x.dt_bias, table, p.A, p.P, diagonal, p.q, p.w, p.k, last)
+        outputs = (dq, dk, dg, d_bias, d_A, radial)
+        scalars = (*x.q.stride(), *x.k.stride(), *x.g.stride(), K**-0.5, x.lower_bound, EPS, H)
+        grid = (X * H * (K // B),)
+        if prepare_name(x.q, x.k, x.g, x.gate) == "hopper":
+            from perilune.ops.kda.triton_gradients_hopper import key_gradient_hopper_kernel
+
+            key_gradient_hopper_kernel[grid](*tensors, *outputs, *scalars, num_warps=4)
+        else:
+            safe = x.gate.mode == "safe"
+            key_gradient_kernel[grid](*tensors, *outputs, *scalars, K=K, B=B, SAFE=safe, num_warps=8)
+        norm_gradient_kernel[(X * H,)](x.q, dq, radial, table, *x.q.stride(), EPS, H, WHICH=0, K=K, B=B, num_warps=4)
+        norm_gradient_kernel[(X * H,)](x.k, dk, radial, table, *x.k.stride(), EPS, H, WHICH=1, K=K, B=B, num_warps=4)
+    return dq, dk, dv, dg, d_beta, d_A.sum((0, 2)), d_bias.sum(0)
+
+
+class _Kda(torch.autograd.Function):
+    """Forward keeps the raw inputs (`save="inputs"`), or also everything that the backward would compute again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Inputs, slots: Any, slot_count: int, save: str, *tensors: Any) -> Any:
+        *_, initial = tensors
+        p = prepare(x)
+        out = scan(x, p, initial, slots, slot_count, keep=save == "all")
+        ctx.save_for_backward(*tensors)
+        ctx.x, ctx.slots = (x.gate, x.layout), slots
+        ctx.kept = (p, out.S, out.U) if save == "all" else None
+        return (out.o, out.final) if out.states is None else (out.o, out.final, out.states)
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Any, d_final: Any, d_states: Any = None) -> Any:
+        *tensors, initial = ctx.saved_tensors
+        x = Inputs(*tensors, *ctx.x)
+        if ctx.kept is None:
+            p = prepare(x)
+            kept = scan(x, p, initial, output=False, keep=True)
+        else:
+            p, S, U = ctx.kept
+            ctx.kept = None
+            kept = Scanned(None, d_final, None, S, U)
+        d_initial, dS, dU = reverse_scan(x, p, d_o, d_final.contiguous(), None if d_states is None else d_states.contiguous(), ctx.slots)
+        grads = gradients(x, p, kept, dS, dU, d_o)
+        return None, None, None, None, *grads, (None if initial is None else d_initial)
 
 
 def kda(
@@ -117,12 +236,35 @@ def kda(
     initial_state_NHKV: torch.Tensor | None,
     sequences: Sequences,
     checkpoints: tuple[tuple[int, ...], ...] | None = None,
+    scan: Literal["serial", "segmented"] = "serial",
+    save: Literal["inputs", "all"] = "inputs",
 ) -> tuple[torch.Tensor, ...]:
-    lay = layout(sequences, q_THK.device)
-    x = Inputs(q_THK, k_THK, v_THV, g_raw_THK, beta_logit_TH, A_log_H, dt_bias_HK, gate, lay)
+    """As `perilune.ops.kda.kda`, on a CUDA device.
+
+    save: what the forward keeps for the backward. "inputs" computes the rest again, "all" trades memory for time.
+    K and V other than 16, 32, 64, 128 and float16 or float32 inputs run the PyTorch reference.
+    """
+    if save not in ("inputs", "all"):
+        raise Error(f"kda: save is {save!r}; allowed: 'inputs', 'all'")
+    if scan == "segmented" or not supports(q_THK, v_THV):
+        return reference.kda(
+            q_THK, k_THK, v_THV, g_raw_THK, beta_logit_TH, A_log_H, dt_bias_HK, gate, initial_state_NHKV, sequences,
+            checkpoints, scan,
+        )  # fmt: skip
+    initial = None if initial_state_NHKV is None else initial_state_NHKV.contiguous()
+    tensors = (q_THK, k_THK, v_THV, g_raw_THK, beta_logit_TH, A_log_H.contiguous(), dt_bias_HK.contiguous())
     slots, count = None, 0
     if checkpoints is not None:
         slots, count = checkpoint_slots(sequences.lengths, sequences.starts, checkpoints, q_THK.device)
-    p = prepare(x)
-    o, final, states, _, _ = scan(x, p, initial_state_NHKV, slots, count)
-    return (o, final) if states is None else (o, final, states)
+    x = Inputs(*tensors, gate, layout(sequences, q_THK.device))
+    result: tuple[torch.Tensor, ...] = _Kda.apply(x, slots, count, save, *tensors, initial)  # type: ignore[no-untyped-call]
+    return result
+
+
+def supports(q_THK: torch.Tensor, v_THV: torch.Tensor) -> bool:
+    """Whether the kernels do these sizes and this dtype; on the CPU (Triton's interpreter) float32 only."""
+    sizes = q_THK.shape[2] in SIZES and v_THV.shape[2] in SIZES
+    return sizes and q_THK.dtype == (torch.bfloat16 if q_THK.is_cuda else torch.float32)
+
+
+__all__ = ["kda", "prepare_name", "supports"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = 64
+
 # Half of 32 rows * 5 nats in base 2: e^(G_i - G_j) = 2^(G_i + HALF) * 2^(-HALF - G_j), both within 2^+-115.5.
 HALF: tl.constexpr = tl.constexpr(115.0)
 TINY: tl.constexpr = tl.constexpr(2.0**-115)
@@ -53,79 +53,98 @@ def load_rows(ptr, t, valid, cols, stride_t, stride_c):
 
 
 @triton.jit
-def normalised(x, eps):
-    """x / sqrt(sum x^2 + eps) per row, float32, and the reciprocal norm."""
+def inverse_norm(x, eps):
+    """1 / sqrt(sum x^2 + eps) per row, in float32."""
     x = x.to(tl.float32)
-    r = tl.rsqrt(tl.sum(x * x, axis=1) + eps)
-    return x * r[:, None], r
+    return tl.rsqrt(tl.sum(x * x, axis=1) + eps)
 
 
 @triton.jit
-def level_exponents(G, s: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
-    """Exponents of the pair (right half row, left half column) in groups of 2s rows, anchored at the last left row.
+def level_mask(i, j, n: tl.constexpr):
+    """For i > j: true where i and j lie in the same group of 2^(n+1) but in different halves of it."""
+    return ((i ^ j) >> n) == 1
+
+
+@triton.jit
+def level_exponents(G, s: tl.constexpr, B: tl.constexpr):
+    """Exponents of the pairs (right half row, left half column) in groups of 2s rows, anchored at the last left row.
 
     Row part G_i - a and column part a - G_j are both <= 0 for the rows that use them, whatever the gates are.
     """
-    groups: tl.constexpr = R // (2 * s)
-    Gg = tl.reshape(G, [groups, 2 * s, K])
+    Gg = tl.reshape(G, [16 // s, 2 * s, B])
     row = tl.arange(0, 2 * s)[None, :, None]
     anchor = tl.sum(tl.where(row == s - 1, Gg, 0.0), axis=1, keep_dims=True)
     rows_part = tl.where(row >= s, Gg - anchor, 0.0)
     cols_part = tl.where(row < s, anchor - Gg, 0.0)
-    return tl.reshape(rows_part, [R, K]), tl.reshape(cols_part, [R, K])
+    return tl.reshape(rows_part, [32, B]), tl.reshape(cols_part, [32, B])
 
 
 @triton.jit
-def level_mask(i, j, s: tl.constexpr):
-    """True where i lies in the right half and j in the left half of the same group of 2s rows."""
-    return (i // (2 * s) == j // (2 * s)) & (i % (2 * s) >= s) & (j % (2 * s) < s)
-
-
-@triton.jit
-def pair_products(k, q, G, K: tl.constexpr):
-    """The two [32, 32] products of one block for unbounded gates: sum_c x_ic k_jc 2^(G_ic - G_jc), x = k and q."""
-    i = tl.arange(0, 32)[:, None]
-    j = tl.arange(0, 32)[None, :]
-    kk = tl.zeros([32, 32], tl.float32)
-    qk = tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
-    for n in tl.static_range(5):
-        s: tl.constexpr = 1 << n
-        rows_part, cols_part = level_exponents(G, s, 32, K)
-        up = tl.exp2(rows_part)
-        down = tl.trans(k * tl.exp2(cols_part))
-        use = level_mask(i, j, s)
-        kk = tl.where(use, tl.dot(k * up, down), kk)
-        qk = tl.where(use, tl.dot(q * up, down), qk)
+def add_pairs(kk, qk, k_up, q_up, k_down, LOW: tl.constexpr):
+    """Add sum_c x_ic k_jc, x = k in tf32 and q in the working dtype."""
+    kk = tl.dot(k_up, tl.trans(k_down), acc=kk)
+    qk = tl.dot(q_up.to(LOW), tl.trans(k_down.to(LOW)), acc=qk)
     return kk, qk
 
 
 @triton.jit
-def inverse16(L):
-    """(I + L)^-1 of [2, 16, 16] strictly lower blocks by merging 1, 2, 4, 8 rows; the products keep float32 accuracy.
-
-    [[X, 0], [-Y M X, Y]] inverts [[X^-1, 0], [M, Y^-1]]: one merge is X - X M X over all blocks at once.
-    """
-    i = tl.arange(0, 16)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    X = tl.where(i == j, 1.0, tl.where(level_mask(i, j, 1), -L, 0.0))
-    for n in tl.static_range(1, 4):
-        M = tl.where(level_mask(i, j, 1 << n), L, 0.0)
-        MX = tl.dot(M, X, input_precision="tf32x3")
-        X -= tl.dot(X, MX, input_precision="tf32x3")
-    return X
+def cumulative(logs, LOW: tl.constexpr):
+    """Inclusive cumulative sum over 32 rows, on the tensor cores: exact ones times the value split in two."""
+    i = tl.arange(0, 32)
+    ones = tl.where(i[:, None] >= i[None, :], 1.0, 0.0).to(LOW)
+    high = logs.to(LOW)
+    G = tl.dot(ones, high)
+    if LOW != tl.float32:
+        G = tl.dot(ones, (logs - high.to(tl.float32)).to(LOW), acc=G)
+    return G
 
 
 @triton.jit
-def inverse32(L):
-    """(I + L)^-1 of a [32, 32] strictly lower block: 16-row blocks in float32, the last merge in tf32."""
+def own_pairs(kk, qk, k, q, G, E, SAFE: tl.constexpr, B: tl.constexpr, LOW: tl.constexpr):
+    """Products inside one block; also k 2^G, q 2^G (decayed from the block's start) and k 2^(E - G) (to its end)."""
+    if SAFE:
+        up = tl.exp2(G + HALF)
+        down = k * tl.exp2(-HALF - G)
+        kk, qk = add_pairs(kk, qk, k * up, q * up, down, LOW)
+        start = up * TINY
+        k_stop = down * tl.exp2(E + HALF)[None, :]
+    else:
+        i = tl.arange(0, 32)[:, None]
+        j = tl.arange(0, 32)[None, :]
+        qk += tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
+        for n in tl.static_range(5):
+            rows_part, cols_part = level_exponents(G, 1 << n, B)
+            up = tl.exp2(rows_part)
+            zero = tl.zeros([32, 32], tl.float32)
+            kn, qn = add_pairs(zero, zero, k * up, q * up, k * tl.exp2(cols_part), LOW)
+            kk += tl.where((i > j) & level_mask(i, j, n), kn, 0.0)
+            qk += tl.where((i > j) & level_mask(i, j, n), qn, 0.0)
+        start = tl.exp2(G)
+        k_stop = k * tl.exp2(E[None, :] - G)
+    return kk, qk, k * start, q * start, k_stop
+
+
+@triton.jit
+def unit_inverse(L):
+    """(I + L)^-1 of a strictly lower [32, 32] by merging 1, 2, .. 16 rows: 16-row blocks in float32, the rest tf32.
+
+    [[X, 0], [-Y M X, Y]] inverts [[X^-1, 0], [M, Y^-1]]: one merge is X - X M X over all blocks at once. Doubling
+    (the Neumann product) would be shorter and fails on similar keys.
+    """
     a = tl.arange(0, 2)[:, None, None, None]
     b = tl.arange(0, 2)[None, None, :, None]
-    diagonal = tl.sum(tl.where(a == b, tl.reshape(L, [2, 16, 2, 16]), 0.0), axis=2)
-    X16 = inverse16(diagonal)
+    D = tl.sum(tl.where(a == b, tl.reshape(L, [2, 16, 2, 16]), 0.0), axis=2)
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    X16 = tl.where(i == j, 1.0, tl.where(level_mask(i, j, 0), -D, 0.0))
+    for n in tl.static_range(1, 4):
+        M = tl.where(level_mask(i, j, n), D, 0.0)
+        MX = tl.dot(M, X16, input_precision="tf32x3")
+        X16 -= tl.dot(X16, MX, input_precision="tf32x3")
     X = tl.reshape(tl.where(a == b, X16[:, :, None, :], 0.0), [32, 32])
     i = tl.arange(0, 32)[:, None]
     j = tl.arange(0, 32)[None, :]
-    M = tl.where((i >= 16) & (j < 16), L, 0.0)
+    M = tl.where(level_mask(i, j, 4), L, 0.0)
     return X - tl.dot(X, tl.dot(M, X))
 
 
@@ -134,109 +153,98 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, table, w_out, q_out, k_out, A_out, P_out, decay_out,
     sq_t, sq_h, sq_c, sk_t, sk_h, sk_c, sg_t, sg_h, sg_c, sb_t, sb_h,
     scale, lower_bound, eps, H,
-    K: tl.constexpr, SAFE: tl.constexpr,
+    K: tl.constexpr, B: tl.constexpr, SAFE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head. table[c] = (token of row 0, first token, end token) of chunk c."""
+    """One chunk of one head, B key channels at a time. table[c] = (token of row 0, first token, end token)."""
     c = tl.program_id(0) // H
     h = tl.program_id(0) % H
     base = tl.load(table + 3 * c)
-    first = tl.load(table + 3 * c + 1)
-    end = tl.load(table + 3 * c + 2)
-    cols = tl.arange(0, K)
-    r = tl.arange(0, 32)
+    first = (tl.load(table + 3 * c + 1) - base).to(tl.int32)
+    end = (tl.load(table + 3 * c + 2) - base).to(tl.int32)
     h64 = h.to(tl.int64)
-    q += h64 * sq_h
-    k += h64 * sk_h
-    g += h64 * sg_h
-    beta += h64 * sb_h
-    exp_A = tl.exp2(tl.load(A_log + h).to(tl.float32) * LOG2E)
-    bias = tl.load(dt_bias + h * K + cols).to(tl.float32)
-
-    t0 = base + r
-    t1 = base + 32 + r
-    valid0 = (t0 >= first) & (t0 < end)
-    valid1 = (t1 >= first) & (t1 < end)
-    b0 = tl.where(valid0, sigmoid(tl.load(beta + t0 * sb_t, mask=valid0, other=0.0).to(tl.float32)), 0.0)
-    b1 = tl.where(valid1, sigmoid(tl.load(beta + t1 * sb_t, mask=valid1, other=0.0).to(tl.float32)), 0.0)
-    g0 = log2_decay(load_rows(g, t0, valid0, cols, sg_t, sg_c).to(tl.float32) + bias[None, :], exp_A, lower_bound, SAFE)
-    g1 = log2_decay(load_rows(g, t1, valid1, cols, sg_t, sg_c).to(tl.float32) + bias[None, :], exp_A, lower_bound, SAFE)
-    g0 = tl.where(valid0[:, None], g0, 0.0)
-    g1 = tl.where(valid1[:, None], g1, 0.0)
-    k0, _ = normalised(load_rows(k, t0, valid0, cols, sk_t, sk_c), eps)
-    k1, _ = normalised(load_rows(k, t1, valid1, cols, sk_t, sk_c), eps)
-    q0, _ = normalised(load_rows(q, t0, valid0, cols, sq_t, sq_c), eps)
-    q1, _ = normalised(load_rows(q, t1, valid1, cols, sq_t, sq_c), eps)
-    q0 *= scale
-    q1 *= scale
-
-    # Cumulative decay inside each block, and each block's total.
-    G0 = tl.cumsum(g0, axis=0)
-    G1 = tl.cumsum(g1, axis=0)
-    E0 = tl.sum(g0, axis=0)
-    E1 = tl.sum(g1, axis=0)
-    i = r[:, None]
-    j = r[None, :]
-    if SAFE:
-        up0 = tl.exp2(G0 + HALF)
-        up1 = tl.exp2(G1 + HALF)
-        down0 = k0 * tl.exp2(-HALF - G0)
-        down1 = k1 * tl.exp2(-HALF - G1)
-        L00 = tl.dot(k0 * up0, tl.trans(down0))
-        P00 = tl.dot(q0 * up0, tl.trans(down0))
-        L11 = tl.dot(k1 * up1, tl.trans(down1))
-        P11 = tl.dot(q1 * up1, tl.trans(down1))
-        from0 = up0 * TINY  # 2^G: decay from the start of the block
-        from1 = up1 * TINY
-        kend0 = down0 * tl.exp2(E0 + HALF)[None, :]  # k 2^(E - G): decay to the end of the block
-        kend1 = down1 * tl.exp2(E1 + HALF)[None, :]
-    else:
-        L00, P00 = pair_products(k0, q0, G0, K)
-        L11, P11 = pair_products(k1, q1, G1, K)
-        from0 = tl.exp2(G0)
-        from1 = tl.exp2(G1)
-        kend0 = k0 * tl.exp2(E0[None, :] - G0)
-        kend1 = k1 * tl.exp2(E1[None, :] - G1)
-    # Select, never multiply by a mask: the acausal half may be inf.
-    L00 = tl.where(i > j, L00 * b0[:, None], 0.0)
-    L11 = tl.where(i > j, L11 * b1[:, None], 0.0)
-    P00 = tl.where(i >= j, P00, 0.0)
-    P11 = tl.where(i >= j, P11, 0.0)
-    kfrom1 = k1 * from1
-    qfrom1 = q1 * from1
-    L10 = tl.dot(kfrom1, tl.trans(kend0)) * b1[:, None]
-    P10 = tl.dot(qfrom1, tl.trans(kend0))
-
-    X00 = inverse32(L00)
-    X11 = inverse32(L11)
-    A00 = X00 * b0[None, :]
-    A11 = X11 * b1[None, :]
-    A10 = -tl.dot(X11, tl.dot(L10, A00))
-
-    eE0 = tl.exp2(E0)[None, :]
-    eE1 = tl.exp2(E1)[None, :]
-    khat0 = k0 * from0
-    khat1 = kfrom1 * eE0
-    w0 = tl.dot(A00, khat0)
-    w1 = tl.dot(A11, khat1, acc=tl.dot(A10, khat0))
-
+    q += h64 * sq_h + base * sq_t
+    k += h64 * sk_h + base * sk_t
+    g += h64 * sg_h + base * sg_t
+    beta += h64 * sb_h + base * sb_t
+    dt_bias += h * K
+    LOW: tl.constexpr = w_out.dtype.element_ty
     ch = tl.program_id(0).to(tl.int64)
-    wide = ch * (64 * K) + i * K + cols[None, :]
-    low: tl.constexpr = 32 * K
-    dtype = w_out.dtype.element_ty
-    tl.store(w_out + wide, (-w0).to(dtype))
-    tl.store(w_out + wide + low, (-w1).to(dtype))
-    tl.store(q_out + wide, (q0 * from0).to(dtype))
-    tl.store(q_out + wide + low, (qfrom1 * eE0).to(dtype))
-    tl.store(k_out + wide, (kend0 * eE1).to(dtype))
-    tl.store(k_out + wide + low, kend1.to(dtype))
-    square = ch * (64 * 64) + i * 64 + j
-    zero = tl.zeros([32, 32], dtype)
-    tl.store(A_out + square, A00.to(dtype))
-    tl.store(A_out + square + 32, zero)
-    tl.store(A_out + square + 32 * 64, A10.to(dtype))
-    tl.store(A_out + square + 32 * 64 + 32, A11.to(dtype))
-    tl.store(P_out + square, P00.to(dtype))
-    tl.store(P_out + square + 32, zero)
-    tl.store(P_out + square + 32 * 64, P10.to(dtype))
-    tl.store(P_out + square + 32 * 64 + 32, P11.to(dtype))
-    tl.store(decay_out + ch * K + cols, tl.exp2(E0 + E1))
+    w_out += ch * (64 * K)
+    q_out += ch * (64 * K)
+    k_out += ch * (64 * K)
+    A_out += ch * (64 * 64)
+    P_out += ch * (64 * 64)
+
+    r0 = tl.arange(0, 32)
+    r1 = 32 + r0
+    in0 = (r0 >= first) & (r0 < end)
+    in1 = (r1 >= first) & (r1 < end)
+    every = tl.arange(0, K)
+    rk0 = inverse_norm(load_rows(k, r0, in0, every, sk_t, sk_c), eps)[:, None]
+    rk1 = inverse_norm(load_rows(k, r1, in1, every, sk_t, sk_c), eps)[:, None]
+    rq0 = inverse_norm(load_rows(q, r0, in0, every, sq_t, sq_c), eps)[:, None] * scale
+    rq1 = inverse_norm(load_rows(q, r1, in1, every, sq_t, sq_c), eps)[:, None] * scale
+    b0 = tl.where(in0, sigmoid(tl.load(beta + r0 * sb_t, mask=in0, other=0.0).to(tl.float32)), 0.0)
+    b1 = tl.where(in1, sigmoid(tl.load(beta + r1 * sb_t, mask=in1, other=0.0).to(tl.float32)), 0.0)
+    exp_A = tl.exp2(tl.load(A_log + h).to(tl.float32) * LOG2E)
+
+    kk00 = tl.zeros([32, 32], tl.float32)
+    kk10 = tl.zeros([32, 32], tl.float32)
+    kk11 = tl.zeros([32, 32], tl.float32)
+    qk00 = tl.zeros([32, 32], tl.float32)
+    qk10 = tl.zeros([32, 32], tl.float32)
+    qk11 = tl.zeros([32, 32], tl.float32)
+    for block in tl.range(0, K // B, num_stages=1):
+        cols = block * B + tl.arange(0, B)
+        bias = tl.load(dt_bias + cols).to(tl.float32)[None, :]
+        at0 = r0[:, None] * K + cols[None, :]
+        at1 = r1[:, None] * K + cols[None, :]
+
+        x = load_rows(g, r0, in0, cols, sg_t, sg_c).to(tl.float32) + bias
+        G = cumulative(tl.where(in0[:, None], log2_decay(x, exp_A, lower_bound, SAFE), 0.0), LOW)
+        E0 = tl.min(G, axis=0)
+        k_n = load_rows(k, r0, in0, cols, sk_t, sk_c).to(tl.float32) * rk0
+        q_n = load_rows(q, r0, in0, cols, sq_t, sq_c).to(tl.float32) * rq0
+        kk00, qk00, k_start, q_start, k_stop0 = own_pairs(kk00, qk00, k_n, q_n, G, E0, SAFE, B, LOW)
+        tl.store(w_out + at0, k_start.to(LOW))  # k^, until A is there
+        tl.store(q_out + at0, q_start.to(LOW))
+
+        x = load_rows(g, r1, in1, cols, sg_t, sg_c).to(tl.float32) + bias
+        G = cumulative(tl.where(in1[:, None], log2_decay(x, exp_A, lower_bound, SAFE), 0.0), LOW)
+        E1 = tl.min(G, axis=0)
+        k_n = load_rows(k, r1, in1, cols, sk_t, sk_c).to(tl.float32) * rk1
+        q_n = load_rows(q, r1, in1, cols, sq_t, sq_c).to(tl.float32) * rq1
+        kk11, qk11, k_start, q_start, k_stop1 = own_pairs(kk11, qk11, k_n, q_n, G, E1, SAFE, B, LOW)
+        kk10, qk10 = add_pairs(kk10, qk10, k_start, q_start, k_stop0, LOW)
+        before = tl.exp2(E0)[None, :]
+        tl.store(w_out + at1, (k_start * before).to(LOW))
+        tl.store(q_out + at1, (q_start * before).to(LOW))
+        tl.store(k_out + at0, (k_stop0 * tl.exp2(E1)[None, :]).to(LOW))
+        tl.store(k_out + at1, k_stop1.to(LOW))
+        tl.store(decay_out + ch * K + cols, tl.exp2(E0 + E1))
+
+    i = r0[:, None]
+    j = r0[None, :]
+    at = i * 64 + j
+    # Select, never multiply by a mask: where j > i the products may be inf.
+    zero = tl.zeros([32, 32], LOW)
+    tl.store(P_out + at, tl.where(i >= j, qk00, 0.0).to(LOW))
+    tl.store(P_out + at + 32, zero)
+    tl.store(P_out + at + 32 * 64, qk10.to(LOW))
+    tl.store(P_out + at + 32 * 64 + 32, tl.where(i >= j, qk11, 0.0).to(LOW))
+    X0 = unit_inverse(tl.where(i > j, kk00 * b0[:, None], 0.0))
+    X1 = unit_inverse(tl.where(i > j, kk11 * b1[:, None], 0.0))
+    A10 = (-tl.dot(X1, tl.dot(kk10 * b1[:, None], X0)) * b0[None, :]).to(LOW)
+    A00 = (X0 * b0[None, :]).to(LOW)
+    A11 = (X1 * b1[None, :]).to(LOW)
+    tl.store(A_out + at, A00)
+    tl.store(A_out + at + 32, zero)
+    tl.store(A_out + at + 32 * 64, A10)
+    tl.store(A_out + at + 32 * 64 + 32, A11)
+    tl.debug_barrier()
+    at = i * K + every[None, :]
+    k_hat = tl.load(w_out + at)
+    tl.store(w_out + at, (-tl.dot(A00, k_hat)).to(LOW))
+    w1 = tl.dot(A10, k_hat)
+    w1 = tl.dot(A11, tl.load(w_out + at + 32 * K), acc=w1)
+    tl.store(w_out + at + 32 * K, (-w1).to(LOW))

@@ -12,6 +12,7 @@ import torch
 
 from perilune.errors import Error
 from perilune.ops.activation import sigmoid
+from perilune.ops.precision import widen
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,7 @@ class Routing:
     threshold_T: torch.Tensor | None
 
 
-def route(
-    logits_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, scale: float, renormalize: bool = True
-) -> Routing:
+def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, scale: float, renormalize: bool = True) -> Routing:
     """Sigmoid routing with a selection bias (Kimi-K3 report; DeepSeek-V3's auxiliary-loss-free form).
 
     s = sigmoid(logits) in fp32 (fp64 for fp64 logits); the top_k of s + bias are chosen; the weights are
@@ -44,7 +43,7 @@ def route(
         raise Error(f"route: top_k is {top_k}; must be in 1..{experts}")
     if bias_E.shape != (experts,):
         raise Error(f"route: bias_E has shape {tuple(bias_E.shape)}; must be ({experts},)")
-    scores_TE = sigmoid(logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float())
+    scores_TE = sigmoid(widen(logits_TE))
     # A stable sort, since topk leaves the order of equal scores undefined.
     biased_TE = scores_TE.detach() + bias_E.detach()
     ranked_TE, ids_TE = biased_TE.sort(dim=-1, descending=True, stable=True)
@@ -70,7 +69,7 @@ def permute(ids_TJ: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
 
 def dispatch(x_TL: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
     """rows_RL: each token's input copied to its top_k rows. The gradient adds a token's rows in choice order."""
-    rows_RL: torch.Tensor = _Dispatch.apply(x_TL, order_R, top_k)
+    rows_RL: torch.Tensor = _Dispatch.apply(x_TL, order_R, top_k)  # type: ignore[no-untyped-call]
     return rows_RL
 
 
@@ -79,7 +78,7 @@ def combine(rows_RL: torch.Tensor, order_R: torch.Tensor, weights_TJ: torch.Tens
 
     rows_RL may be longer than T J: what lies past the routed rows is neither read nor given a gradient but zero.
     """
-    y_TL: torch.Tensor = _Combine.apply(rows_RL, order_R, weights_TJ)
+    y_TL: torch.Tensor = _Combine.apply(rows_RL, order_R, weights_TJ)  # type: ignore[no-untyped-call]
     return y_TL
 
 
@@ -91,10 +90,10 @@ class _Dispatch(torch.autograd.Function):
         return x_TL.index_select(0, order_R // top_k)
 
     @staticmethod
-    def backward(ctx: Any, d_RL: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_RL: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order_R,) = ctx.saved_tensors
         row_TJ = _row_of_choice(order_R).view(-1, ctx.top_k)
-        d_TL = _widen(d_RL.index_select(0, row_TJ[:, 0]))
+        d_TL = widen(d_RL.index_select(0, row_TJ[:, 0]))
         for j in range(1, ctx.top_k):
             d_TL += d_RL.index_select(0, row_TJ[:, j])
         return d_TL.to(d_RL.dtype), None, None
@@ -105,18 +104,20 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_RL: torch.Tensor, order_R: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows_RL, order_R, weights_TJ)
         row_TJ = _row_of_choice(order_R).view(weights_TJ.shape)
-        y_TL = _widen(rows_RL.index_select(0, row_TJ[:, 0])) * weights_TJ[:, :1]
+        y_TL = widen(rows_RL.index_select(0, row_TJ[:, 0])) * weights_TJ[:, :1]
         for j in range(1, weights_TJ.shape[1]):
-            y_TL += _widen(rows_RL.index_select(0, row_TJ[:, j])) * weights_TJ[:, j : j + 1]
+            y_TL += widen(rows_RL.index_select(0, row_TJ[:, j])) * weights_TJ[:, j : j + 1]
         return y_TL.to(rows_RL.dtype)
 
     @staticmethod
-    def backward(ctx: Any, d_TL: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, d_TL: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
         rows_RL, order_R, weights_TJ = ctx.saved_tensors
         routed = order_R.shape[0]
-        d_routed_RL = _widen(d_TL).index_select(0, order_R // weights_TJ.shape[1])
+        d_routed_RL = widen(d_TL).index_select(0, order_R // weights_TJ.shape[1])
         d_weights_R = (d_routed_RL * rows_RL[:routed]).sum(-1)
-        d_weights_TJ = torch.empty_like(weights_TJ.reshape(-1)).index_copy_(0, order_R, d_weights_R.to(weights_TJ.dtype))
+        d_weights_TJ = torch.empty_like(weights_TJ.reshape(-1)).index_copy_(
+            0, order_R, d_weights_R.to(weights_TJ.dtype)
+        )
         d_routed_RL *= weights_TJ.reshape(-1).index_select(0, order_R).unsqueeze(-1)
         if routed == rows_RL.shape[0]:
             return d_routed_RL.to(rows_RL.dtype), None, d_weights_TJ.view_as(weights_TJ)
@@ -128,10 +129,6 @@ class _Combine(torch.autograd.Function):
 def _row_of_choice(order_R: torch.Tensor) -> torch.Tensor:
     """The inverse permutation: the grouped row of each flattened (token, choice)."""
     return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(order_R.shape[0], device=order_R.device))
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 __all__ = ["Routing", "combine", "dispatch", "permute", "route"]

@@ -16,12 +16,13 @@ import torch
 from perilune.errors import Error
 from perilune.ops.activation import sigmoid_forward
 from perilune.ops.linear import dot_exact
+from perilune.ops.precision import widen
 
 
 def rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
     """w * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype. Raises Error when the widths differ."""
     _check_width("rms_norm", x_TD, w_D)
-    y_TD: torch.Tensor = _RmsNorm.apply(x_TD, w_D, eps)
+    y_TD: torch.Tensor = _RmsNorm.apply(x_TD, w_D, eps)  # type: ignore[no-untyped-call]
     return y_TD
 
 
@@ -33,13 +34,13 @@ def gated_rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, gate_TD: torch.Tensor,
     _check_width("gated_rms_norm", x_TD, w_D)
     if gate_TD.shape != x_TD.shape:
         raise Error(f"gated_rms_norm: gate has shape {tuple(gate_TD.shape)}, x has {tuple(x_TD.shape)}; must be equal")
-    y_TD: torch.Tensor = _GatedRmsNorm.apply(x_TD, w_D, gate_TD, eps)
+    y_TD: torch.Tensor = _GatedRmsNorm.apply(x_TD, w_D, gate_TD, eps)  # type: ignore[no-untyped-call]
     return y_TD
 
 
 def l2_norm(x_TD: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype. eps is added to the SUM, not the mean."""
-    y_TD: torch.Tensor = _L2Norm.apply(x_TD, eps)
+    y_TD: torch.Tensor = _L2Norm.apply(x_TD, eps)  # type: ignore[no-untyped-call]
     return y_TD
 
 
@@ -52,9 +53,9 @@ class _RmsNorm(torch.autograd.Function):
         return (wide * r).to(x.dtype).mul_(w.to(x.dtype)).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, w, r = ctx.saved_tensors
-        d_x, d_w = _rms_backward(_rows(d_y), _rows(x), _widen(w), r)
+        d_x, d_w = _rms_backward(_rows(d_y), _rows(x), widen(w), r)
         return d_x.to(x.dtype).view(x.shape), d_w.to(w.dtype), None
 
 
@@ -64,12 +65,12 @@ class _GatedRmsNorm(torch.autograd.Function):
         wide = _rows(x)
         r = _inverse_norm(wide, wide.shape[-1], eps)
         ctx.save_for_backward(x, w, gate, r)
-        return (wide * r).mul_(_widen(w)).mul_(sigmoid_forward(_rows(gate))).to(x.dtype).view(x.shape)
+        return (wide * r).mul_(widen(w)).mul_(sigmoid_forward(_rows(gate))).to(x.dtype).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         x, w, gate, r = ctx.saved_tensors
-        wide_x, wide_w = _rows(x), _widen(w)
+        wide_x, wide_w = _rows(x), widen(w)
         s = sigmoid_forward(_rows(gate))
         d = s * _rows(d_y)
         d_x, d_w = _rms_backward(d, wide_x, wide_w, r)
@@ -87,7 +88,7 @@ class _L2Norm(torch.autograd.Function):
         return (wide * r).to(x.dtype).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, r = ctx.saved_tensors
         wide, d = _rows(x), _rows(d_y)
         # d x = r d - x r^3 <x, d>
@@ -107,17 +108,13 @@ def _rms_backward(
 
 def _inverse_norm(x: torch.Tensor, divisor: int, eps: float) -> torch.Tensor:
     """1 / sqrt(sum(x^2) / divisor + eps), [rows, 1]; the vector norm reads x once and keeps no square."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.mul_(norm).div_(divisor).add_(eps).rsqrt_()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, D] in max(fp32, dtype)."""
-    return _widen(x).reshape(-1, x.shape[-1])
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return widen(x).reshape(-1, x.shape[-1])
 
 
 def _check_width(op: str, x: torch.Tensor, w: torch.Tensor) -> None:

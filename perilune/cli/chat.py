@@ -1,0 +1,111 @@
+"""`perilune chat`: a conversation with a checkpoint in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from perilune.chat import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Options,
+    Reasoning,
+    Stream,
+    StreamDecoder,
+    collect,
+    parser,
+    render,
+    render_k2,
+)
+from perilune.cli.checkpoint import Dtype, open_checkpoint
+from perilune.cli.parse import parse
+
+Event = Reasoning | Content | CallStart | CallArguments | CallEnd
+
+DESCRIPTION = """Talk with a checkpoint. An empty line or Ctrl-D ends the conversation, Ctrl-C stops the program.
+
+examples:
+  perilune chat runs/quickstart/checkpoint
+  perilune chat DIR --system "You answer in one sentence." --thinking --thinking-effort low"""
+
+
+@dataclass(frozen=True)
+class Chat:
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """folder of a checkpoint with its tokenizer"""
+    system: str | None = None
+    """a system message"""
+    thinking: bool = False
+    """let the model think before it answers; its thoughts are shown between (think) and (answer)"""
+    thinking_effort: Literal["low", "high", "max"] | None = None
+    """how much; None says nothing about it to the model"""
+    max_tokens: int = 1000
+    """most tokens of one answer"""
+    temperature: float = 1.0
+    """0 takes the most likely token each time"""
+    top_p: float | None = 0.95
+    """keep the most likely tokens that hold this much probability"""
+    seed: int = 0
+    """of the draws"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes the GPU if there is one"""
+    dtype: Dtype = "stored"
+    """number format of the weights; stored takes that of the files"""
+
+
+def run(arguments: list[str]) -> None:
+    args = parse(Chat, "chat", arguments, DESCRIPTION)
+    from perilune.model import Sampling, generate
+
+    model, tokenizer = open_checkpoint(args.checkpoint, args.device, args.dtype)
+    k3 = model.config.family == "kimi_k3"
+    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    while line := ask():
+        messages.append({"role": "user", "content": line})
+        if k3:
+            segments = render(messages, thinking=args.thinking, thinking_effort=args.thinking_effort)
+        else:
+            segments = render_k2(messages, thinking=args.thinking)
+        prompt, _ = tokenizer.encode_segments(segments)
+        sampling = Sampling(args.temperature, top_p=args.top_p, seed=args.seed + len(messages))
+        tokens = generate(model, prompt, args.max_tokens, sampling, {tokenizer.eos_id})
+        stream = Stream(parser("kimi_k3" if k3 else "kimi_k2"), Options(thinking=args.thinking))
+        reply = collect(show(events(tokens, StreamDecoder(tokenizer, skip_special=True), stream)))
+        messages.append({"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning})
+
+
+def ask() -> str:
+    """The person's next line; empty at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def events(tokens: Iterable[int], decoder: StreamDecoder, stream: Stream) -> Iterator[Event]:
+    """What the model says, as its tokens come."""
+    for token in tokens:
+        yield from stream.push(decoder.push([token]))
+    yield from stream.push(decoder.finish())
+    yield from stream.finish()
+
+
+def show(said: Iterable[Event]) -> Iterator[Event]:
+    """Print thoughts and answer, and pass the events on."""
+    last: type | None = None
+    for event in said:
+        if isinstance(event, Reasoning | Content):
+            if type(event) is not last and (last or isinstance(event, Reasoning)):
+                print("(think) " if isinstance(event, Reasoning) else "\n(answer) ", end="")
+            last = type(event)
+            print(event.text, end="", flush=True)
+        yield event
+    print()
+
+
+__all__ = ["run"]

@@ -1,0 +1,37 @@
+"""`perilune train`: a training run described by a TOML file."""
+
+from __future__ import annotations
+
+from perilune.errors import Error
+
+HELP = """usage: perilune train CONFIG.toml [--key value ...]
+
+Train from a TOML file; every key of the file can be changed on the command line. A run whose folder holds a
+checkpoint continues from it, to the same bits as a run that was never stopped.
+
+examples:
+  perilune train run.toml
+  perilune train run.toml --steps 200 --optim.lr 1e-3 --out runs/second
+  perilune train run.toml --init-from runs/quickstart/checkpoint
+
+All keys, with their defaults:
+"""
+
+
+def run(arguments: list[str]) -> None:
+    from perilune.train.config import load_config
+
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(HELP)
+        load_config(None, ["--help"])
+    if not arguments or arguments[0].startswith("-"):
+        raise Error("CONFIG.toml is missing (see `perilune train --help`)")
+    config = load_config(arguments[0], arguments[1:])
+
+    from perilune.train import train
+
+    result = train(config)
+    print(f"checkpoint  {result.checkpoint}\nreport      {result.out / 'report.html'}")
+
+
+__all__ = ["run"]

@@ -1,0 +1,48 @@
+"""Loss on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from perilune.model import Transformer
+from perilune.train.data import Batch
+from perilune.train.loss import cross_entropy
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """nats: summed over `tokens` predicted tokens, which stand for `bytes` bytes of text."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / max(1, self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None where the number of bytes is not known."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, batches: Iterable[Batch], max_logits: int = 4096 * 2048) -> Evaluation:
+    """Sum the loss of `model` over `batches`; the model is not changed."""
+    device = model.lm_head.weight.device
+    nats, tokens, size = 0.0, 0, 0
+    for batch in batches:
+        batch = batch.to(device)
+        x_TD = model.hidden(batch.tokens_T, batch.sequences).x_TD
+        loss, count = cross_entropy(x_TD, model.lm_head.weight, batch.targets_T, batch.mask_T, max_logits)
+        nats, tokens, size = nats + loss.item(), tokens + int(count), size + batch.bytes
+    return Evaluation(nats, tokens, size)
+
+
+__all__ = ["Evaluation", "evaluate"]

@@ -1,0 +1,330 @@
+"""The training loop: steps, evaluations, checkpoints, and what the run reports.
+
+Files of a run, below `out`: config.json, metrics.jsonl, tensorboard/, steps/ (checkpoints to continue from), and at
+the end checkpoint/ (the model in the released layout, with its tokenizer), report.html, loss.png, expert-load.png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from perilune.chat import Tokenizer
+from perilune.config import ModelConfig
+from perilune.errors import Error
+from perilune.model import Stats, Transformer, initialize, load, muon_heads, save
+from perilune.train.balance import Balancer, imbalance
+from perilune.train.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    pack_optimizers,
+    remove_incomplete,
+    save_checkpoint,
+    unpack_optimizers,
+)
+from perilune.train.config import TrainConfig
+from perilune.train.data import Batches, held_out_batches
+from perilune.train.evaluate import Evaluation, evaluate
+from perilune.train.files import find_files
+from perilune.train.flops import count_flops, device_peak
+from perilune.train.log import Bar, Board, MetricsFile
+from perilune.train.loss import cross_entropy
+from perilune.train.masters import Masters
+from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates
+from perilune.train.qk_clip import qk_clip
+from perilune.train.report import require_plots, write_report
+
+# Settings that a continued run may change: they do not touch what is computed.
+_FREE = ("eval_every", "checkpoint_every", "keep")
+# Rows of metrics.jsonl that carry the load of every expert.
+_LOAD_ROWS = 100
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run left: its model in the released layout, and its last evaluation (None without held-out)."""
+
+    out: Path
+    checkpoint: Path
+    evaluation: Evaluation | None
+
+
+def train(config: TrainConfig) -> Result:
+    """Run (or continue) a training run to its end.
+
+    Raises Error, before any work, for anything missing or contradictory in `config` and for a folder that holds a run
+    of another config; later for unreadable data, a loss that is not finite, and a disk that is full.
+    """
+    return Trainer(config).run()
+
+
+class Trainer:
+    """One run. All state lives here: model, optimizers, position in the data, step."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.out, self.step = config, Path(config.out), 0
+        require_plots()
+        for path in config.data.held_out:
+            find_files(path)
+        self.device = _device(config.device)
+        self.tokenizer = Tokenizer.load(_tokenizer_path(config))
+        self.data = Batches(config.data, self.tokenizer, config.seed)
+        torch.manual_seed(config.seed)
+        self.model = _build_model(config, self.tokenizer, self.device)
+        if self.tokenizer.vocab_size > self.model.config.vocab_size:
+            size = self.model.config.vocab_size
+            raise Error(f"tokenizer has {self.tokenizer.vocab_size} ids; the model's vocab_size is {size}")
+        self.masters = Masters(self.model)
+        self.optimizers = build_optimizers(self.masters.params, muon_heads(self.model), config.optim)
+        self.balancer = Balancer(self.model, config.balance)
+        self.flops = count_flops(self.model.config)
+        self._resume()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step; returns its row of metrics.jsonl."""
+        begin = time.perf_counter()
+        config = self.config
+        batches = [next(self.data).to(self.device) for _ in range(config.accumulate)]
+        counted = int(sum(batch.mask_T.sum() for batch in batches))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        logits: dict[int, Tensor] = {}
+        self.model.train()
+        for batch in batches:
+            stats = Stats()
+            x_TD = self.model.hidden(batch.tokens_T, batch.sequences, stats=stats).x_TD
+            loss, _ = cross_entropy(x_TD, self.model.lm_head.weight, batch.targets_T, batch.mask_T, config.loss_chunk)
+            (loss / max(1, counted)).backward()
+            total += loss.detach()
+            self.balancer.add(stats.routing)
+            for layer, max_logit_H in stats.max_logit.items():
+                seen_H = max_logit_H.detach()
+                logits[layer] = torch.maximum(logits[layer], seen_H) if layer in logits else seen_H
+        self.masters.take_gradients()
+        norm = clip_gradients(self.masters.params.values(), config.optim.clip)
+        mean = total.item() / max(1, counted)
+        if not (math.isfinite(mean) and bool(norm.isfinite())):
+            raise Error(f"step {self.step + 1}: loss is {mean}, gradient norm {norm.item()}; lower optim.lr or clip")
+        lr = set_learning_rates(self.optimizers, config.optim, self.step, config.steps)
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        clipped = self._clip_logits(logits)
+        self.masters.write_back()
+        load = self.balancer.update()
+        self.step += 1
+        tokens = sum(batch.sequences.total for batch in batches)
+        row: dict[str, Any] = {
+            "step": self.step,
+            "tokens": tokens,
+            "counted": counted,
+            "loss": mean,
+            "lr": lr,
+            "grad_norm": norm.item(),
+            "flops": sum(self.flops.train(batch.sequences) for batch in batches),
+            "imbalance": {str(layer): imbalance(load_E) for layer, load_E in load.items()},
+            "max_logit": max((float(v.max()) for v in logits.values()), default=0.0),
+            "clipped_heads": clipped,
+            "seconds": time.perf_counter() - begin,
+        }
+        if self.step % max(1, config.steps // _LOAD_ROWS) == 0:
+            row["load"] = {str(layer): load_E.tolist() for layer, load_E in load.items()}
+        return row
+
+    def _clip_logits(self, logits: dict[int, Tensor]) -> int:
+        """QK-clip of the MLA layers; returns how many heads were scaled."""
+        limit, mla, heads = self.config.optim.qk_clip, self.model.config.mla, 0
+        if limit == 0:
+            return 0
+        for layer, max_logit_H in logits.items():
+            if float(max_logit_H.max()) <= limit:
+                continue
+            names = (f"layers.{layer}.attn.{name}.weight" for name in ("q_b_proj", "q_proj"))
+            query = next(self.masters.params[name] for name in names if name in self.masters.params)
+            key_value = self.masters.params[f"layers.{layer}.attn.kv_b_proj.weight"]
+            factor_H = qk_clip(query, key_value, max_logit_H, mla.qk_nope_head_dim, mla.qk_rope_head_dim, limit)
+            heads += int((factor_H < 1).sum())
+        return heads
+
+    def evaluate(self) -> Evaluation | None:
+        """Loss on the held-out data; None if the run has none."""
+        if not self.config.data.held_out:
+            return None
+        self.model.eval()
+        return evaluate(self.model, held_out_batches(self.config.data, self.tokenizer), self.config.loss_chunk)
+
+    # -- the whole run -------------------------------------------------------------------------------------------
+
+    def run(self, on_step: Callable[[dict[str, Any]], None] | None = None, console: Console | None = None) -> Result:
+        """All steps that are left, then the export and the report.
+
+        on_step is called with the row of each step; console shows progress (None: standard error).
+        """
+        config = self.config
+        metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
+        board = Board(self.out / "tensorboard", self.step + 1)
+        peak = device_peak(self.device, self.model.lm_head.weight.dtype)
+        evaluation = None
+        with Bar(config.steps, self.step, console) as bar:
+            while self.step < config.steps:
+                row = self.train_step()
+                metrics.write(row)
+                self._show(row, board, bar, peak)
+                last = self.step == config.steps
+                if last or (config.eval_every and self.step % config.eval_every == 0):
+                    evaluation = self._evaluate(metrics, board, bar)
+                if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                    self.save()
+                if on_step is not None:
+                    on_step(row)
+        metrics.close()
+        board.close()
+        checkpoint = self.out / "checkpoint"
+        save(self.model, checkpoint)
+        self.tokenizer.save(checkpoint)
+        write_report(self.out)
+        return Result(self.out, checkpoint, evaluation or self.evaluate())
+
+    def _evaluate(self, metrics: MetricsFile, board: Board, bar: Bar) -> Evaluation | None:
+        found = self.evaluate()
+        if found is None:
+            return None
+        row = {"loss": found.loss, "nats": found.nats, "tokens": found.tokens, "bytes": found.bytes}
+        metrics.write({"step": self.step, "eval": row})
+        values = {"held_out/loss": found.loss}
+        text = f"step {self.step}: held-out loss {found.loss:.4f}"
+        if found.bits_per_byte is not None:
+            values["held_out/bits_per_byte"] = found.bits_per_byte
+            text += f", {found.bits_per_byte:.4f} bits a byte"
+        board.add(values, self.step)
+        bar.say(text)
+        return found
+
+    def _show(self, row: dict[str, Any], board: Board, bar: Bar, peak: float | None) -> None:
+        speed, rate = row["tokens"] / row["seconds"], row["flops"] / row["seconds"]
+        uneven = max(row["imbalance"].values(), default=1.0)
+        values = {"train/loss": row["loss"], "train/lr": row["lr"], "train/grad_norm": row["grad_norm"]}
+        values |= {"speed/tokens_per_second": speed, "speed/flops_per_second": rate}
+        values |= {f"imbalance/layer_{layer}": value for layer, value in row["imbalance"].items()}
+        values["train/max_attention_logit"] = row["max_logit"]
+        notes = [f"loss {row['loss']:.3f}", f"{speed:,.0f} tok/s"]
+        if peak is not None:
+            values["speed/mfu"] = rate / peak
+            notes.append(f"MFU {rate / peak:.1%}")
+        else:
+            notes.append(f"{rate / 1e9:,.1f} GFLOP/s")
+        notes.append(f"fullest expert {uneven:.2f}x")
+        board.add(values, self.step)
+        bar.step(self.step, notes)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything the next step depends on."""
+        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"master/{name}": value for name, value in self.masters.state().items()}
+        names = {param: name for name, param in self.masters.params.items()}
+        tensors |= pack_optimizers(self.optimizers, names)
+        tensors["rng/cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        meta = {"step": self.step, "data": self.data.state_dict()}
+        return save_checkpoint(self.out / "steps", self.step, tensors, meta, self.config.keep)
+
+    def _resume(self) -> None:
+        """Check the run's folder, and go to its newest checkpoint if it has one."""
+        remove_incomplete(self.out / "steps")
+        checkpoints = list_checkpoints(self.out / "steps")
+        settings = json.loads(json.dumps(self.config.to_dict()))
+        path = self.out / "config.json"
+        if checkpoints:
+            _compare_settings(settings, json.loads(path.read_text("utf-8")), self.out)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
+        except OSError as cause:
+            raise Error(f"out is {str(self.out)!r}, which cannot be written: {cause.strerror}") from None
+        if checkpoints:
+            self.load(checkpoints[-1])
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint of this run."""
+        tensors, meta = load_checkpoint(path)
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("/")
+            by_kind.setdefault(kind, {})[rest] = value
+        self.model.load_state_dict(by_kind["model"])
+        with torch.no_grad():
+            for name, value in by_kind.get("master", {}).items():
+                self.masters.params[name].copy_(value)
+        unpack_optimizers(tensors, self.optimizers, self.masters.params)
+        torch.set_rng_state(by_kind["rng"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in by_kind["rng"]:
+            torch.cuda.set_rng_state(by_kind["rng"]["cuda"], self.device)
+        self.step = int(meta["step"])
+        self.data.load_state_dict(meta["data"])
+
+
+def _compare_settings(now: dict[str, Any], before: dict[str, Any], out: Path) -> None:
+    for name in sorted(now.keys() | before.keys()):
+        if name not in _FREE and name != "out" and now.get(name) != before.get(name):
+            raise Error(
+                f"{out} holds a run whose {name} is {before.get(name)!r}, not {now.get(name)!r}; "
+                f"choose another out, or remove that folder"
+            )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise Error(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Error(f"device is {name!r}, but torch sees no GPU")
+    return device
+
+
+def _tokenizer_path(config: TrainConfig) -> str:
+    path = config.tokenizer or config.init_from
+    if path is None:
+        raise Error("tokenizer is not set; name a tokenizer file or folder (init_from would bring its own)")
+    return path
+
+
+def _build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if config.init_from is not None:
+        return load(config.init_from, device, dtype)
+    shape = ModelConfig.from_pretrained(config.model)
+    shape = dataclasses.replace(
+        shape,
+        bos_token_id=shape.bos_token_id if tokenizer.bos_id is None else tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=shape.pad_token_id if tokenizer.pad_id is None else tokenizer.pad_id,
+    )
+    model = initialize(Transformer(shape), config.seed)
+    kept = ("conv_CW", "A_log_H", "dt_bias_HK", "o_norm_K")
+    for name, param in model.named_parameters():
+        keep = name.endswith(kept) and dtype is not torch.float64
+        param.data = param.data.to(device, torch.float32 if keep else dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device, torch.float64 if dtype is torch.float64 else torch.float32))
+    return model
+
+
+__all__ = ["Result", "Trainer", "train"]

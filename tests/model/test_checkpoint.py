@@ -1,0 +1,241 @@
+"""Checkpoints: exact round trip of every tensor, and one clear error, nothing half-written, for every bad input."""
+
+import dataclasses
+import errno
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from models import GOLDENS, random_tokens, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+
+from perilune import Error, Sequences, Transformer
+from perilune.config import QuantConfig
+from perilune.config_hf import mxfp4_quantization_config
+from perilune.model import checkpoint, initialize, load, save
+from perilune.model.names import entries
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def same_weights(a: Transformer, b: Transformer) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the golden checkpoint (three shards and an index) that a test may damage."""
+    shutil.copytree(GOLDENS / "k3-tiny", tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "golden.safetensors").unlink()
+    return tmp_path / "ckpt"
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear"])
+@pytest.mark.parametrize("limit", [10**9, 100_000])
+def test_save_then_load_gives_the_same_bits(family: str, limit: int, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    save(model, tmp_path / "out", max_shard_bytes=limit)
+    again = load(tmp_path / "out")
+    assert same_weights(model, again)
+    assert again.config.to_hf() == model.config.to_hf() | again.config.to_hf()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_every_parameter_is_covered_exactly_once() -> None:
+    for family in ("kimi_k3", "kimi_linear"):
+        model = Transformer(tiny_config(family))
+        count = {name: torch.zeros(p.shape) for name, p in (*model.named_parameters(), *model.named_buffers())}
+        for entry in entries(model.config):
+            checkpoint._place(count[entry.param], entry).add_(1)
+        assert all((c == 1).all() for c in count.values())
+
+
+def test_released_names_and_dtypes_are_kept(tmp_path: Path) -> None:
+    model = load(GOLDENS / "k3-tiny")
+    save(model, tmp_path / "out")
+    before, after = tensors(GOLDENS / "k3-tiny"), tensors(tmp_path / "out")
+    del before["logits"], before["input_ids"]
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert after[name].shape == value.shape, name
+        assert after[name].dtype == value.dtype, name
+        if not name.endswith(("_packed", "_scale")):
+            assert torch.equal(after[name], value), name
+
+
+def test_packed_experts_keep_their_values(tmp_path: Path) -> None:
+    model = load(GOLDENS / "k3-eps")
+    save(model, tmp_path / "out")
+    assert same_weights(model, load(tmp_path / "out"))
+
+
+def test_float32_tensors_stay_float32(tmp_path: Path) -> None:
+    model = load(GOLDENS / "k3-tiny", dtype=torch.bfloat16)
+    kinds = {name: p.dtype for name, p in (*model.named_parameters(), *model.named_buffers())}
+    kept = {n for n, kind in kinds.items() if kind == torch.float32}
+    assert kept == {n for n in kinds if n.endswith(("conv_CW", "A_log_H", "dt_bias_HK", "o_norm_K", "bias_E"))}
+    assert load(GOLDENS / "k3-tiny", dtype=torch.float64).layers[0].attn.A_log_H.dtype == torch.float64
+
+
+def test_quantised_copy_of_a_dense_model(tmp_path: Path) -> None:
+    model = tiny_model()
+    config = dataclasses.replace(model.config, quant=QuantConfig("mxfp4-pack-quantized", 32, "even"))
+    packed = Transformer(dataclasses.replace(config, hf_present=None, hf_extra={}))
+    packed.load_state_dict(model.state_dict())
+    save(packed, tmp_path / "out")
+    again = load(tmp_path / "out", dtype=torch.float32)
+    assert again.config.quant.hf == mxfp4_quantization_config()
+    error = (again.layers[1].ffn.gate_up_E2FL - model.layers[1].ffn.gate_up_E2FL).norm()
+    relative = error / model.layers[1].ffn.gate_up_E2FL.norm()
+    assert 0.08 < relative < 0.13, relative  # MXFP4 of Gaussian weights: 11.2 %
+
+
+def test_index_and_sizes(tmp_path: Path) -> None:
+    save(tiny_model(), tmp_path / "out", max_shard_bytes=100_000)
+    index = json.loads((tmp_path / "out" / checkpoint.INDEX).read_text())
+    stored = tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == stored.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 3
+    assert all((tmp_path / "out" / shard).stat().st_size < 200_000 for shard in shards)
+
+
+def test_replacing_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save(tiny_model(seed=1), out, max_shard_bytes=100_000)
+    (out / "tokenizer.json").write_text("{}")
+    save(tiny_model(seed=2), out)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert same_weights(load(out), tiny_model(seed=2))
+    assert [p.name for p in sorted(out.iterdir())] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    save(tiny_model(seed=1), out)
+    calls = []
+
+    def full(tensors: dict, path: Path, metadata: dict) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(Error, match="No space left on device"):
+        save(tiny_model(seed=2), out, max_shard_bytes=100_000)
+    assert len(calls) == 2
+    assert same_weights(load(out), tiny_model(seed=1))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_vision_tensors_are_skipped_and_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({f"vision_tower.x{i}": torch.zeros(1) for i in range(3)}, folder / "vision.safetensors")
+    edit_index(folder, {f"vision_tower.x{i}": "vision.safetensors" for i in range(3)})
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert "3 vision tensors" in caplog.text
+
+
+def edit_index(folder: Path, added: dict[str, str | None]) -> None:
+    path = folder / checkpoint.INDEX
+    index = json.loads(path.read_text())
+    for name, shard in added.items():
+        if shard is None:
+            del index["weight_map"][name]
+        else:
+            index["weight_map"][name] = shard
+    path.write_text(json.dumps(index))
+
+
+def edit_tensor(folder: Path, name: str, change) -> None:
+    shard = folder / json.loads((folder / checkpoint.INDEX).read_text())["weight_map"][name]
+    content = load_file(shard)
+    content[name] = change(content[name])
+    save_file(content, shard)
+
+
+LAYER = "language_model.model.layers.1."
+EXPERT = LAYER + "block_sparse_moe.experts.0.w1.weight"
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model-00002-of-000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+DAMAGE = {
+    "truncated": (truncate, "truncated"),
+    "garbage": (lambda f: (f / "model-00001-of-000003.safetensors").write_bytes(b"\0" * 40), "damaged"),
+    "absent shard": (lambda f: (f / "model-00003-of-000003.safetensors").unlink(), "model-00003"),
+    "absent tensor": (lambda f: edit_index(f, {"ghost.weight": "model-00001-of-000003.safetensors"}), "ghost.weight"),
+    "missing": (lambda f: edit_index(f, {LAYER + "input_layernorm.weight": None}), r"1 missing: .*input_layernorm"),
+    "no index": (lambda f: (f / checkpoint.INDEX).unlink(), "neither"),
+    "bad index": (lambda f: (f / checkpoint.INDEX).write_text("[]"), "not an index"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config\.json"),
+    "scale shape": (
+        lambda f: edit_tensor(f, EXPERT + "_scale", lambda t: t[:, :0]),
+        r"wrongly shaped: .*w1.weight_scale",
+    ),
+    "scale dtype": (lambda f: edit_tensor(f, EXPERT + "_scale", lambda t: t.float()), "weight_scale.*float32"),
+    "A_log tail": (
+        lambda f: edit_tensor(f, LAYER + "self_attn.A_log", lambda t: t + 1),
+        "A_log.*must be zeros",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoints_are_one_clear_error(name: str, folder: Path) -> None:
+    damage, expected = DAMAGE[name]
+    damage(folder)
+    with pytest.raises(Error, match=expected) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_faults_are_listed_at_once(folder: Path) -> None:
+    norm = LAYER + "input_layernorm.weight"
+    edit_tensor(folder, LAYER + "self_attn.dt_bias", lambda t: t[1:])
+    edit_index(folder, {norm: None})
+    save_file({"stray": torch.zeros(1)}, folder / "more.safetensors")
+    edit_index(folder, {"stray": "more.safetensors"})
+    with pytest.raises(Error) as caught:
+        load(folder)
+    for part in ("1 missing: " + norm, "1 extra: stray", "1 wrongly shaped", "dt_bias [63] instead of [64]"):
+        assert part in str(caught.value)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Error, match="cannot be written"):
+        save(tiny_model(), tmp_path / "file" / "out")
+    with pytest.raises(Error, match="not a folder"):
+        load(tmp_path / "absent")
+
+
+def test_initialisation_follows_the_reports() -> None:
+    for family, a_log in (("kimi_k3", (0.0, 0.0)), ("kimi_linear", (0.0, 2.7726))):
+        model = initialize(Transformer(tiny_config(family)), seed=3)
+        kda = model.layers[0].attn
+        assert a_log[0] <= kda.A_log_H.min()
+        assert kda.A_log_H.max() <= a_log[1] + 1e-4
+        dt = torch.nn.functional.softplus(kda.dt_bias_HK)
+        assert dt.min() >= 0.99e-3
+        assert dt.max() <= 1.01e-1
+        if family == "kimi_k3":
+            assert not model.output_res.query_D.any()
+        assert abs(model.embed.weight.std().item() - 0.02) < 1e-3
+        twin = initialize(Transformer(tiny_config(family)), seed=3)
+        assert same_weights(model, twin)
+        logits = model(random_tokens(9, model.config.vocab_size), Sequences.from_lengths([9]))
+        assert logits.isfinite().all()
