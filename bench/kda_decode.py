@@ -1,7 +1,7 @@
 """Times the KDA decode kernels in CUDA graphs over state that does not fit the L2 cache; writes JSON.
 
     python bench/kda_decode.py --out bench/results/kda_decode.json     the shipped configurations, all shapes
-    python bench/kda_decode.py --sweep --out sweep.json                one shape, many configurations
+    python bench/kda_decode.py --sweep --only "" --out sweep.json      one shape, Triton configurations
 
 Every time is the median over graph replays divided by the launches in a graph; every configuration is compared with
 the float64 reference before it is timed.
@@ -22,7 +22,7 @@ import torch
 import triton
 
 from perilune.config import Gate
-from perilune.ops.kda import decode, decode_triton
+from perilune.ops.kda import decode, decode_cuda, decode_triton
 
 GATE = Gate("safe", -5.0)
 DIM = 128
@@ -56,6 +56,7 @@ def pools(slots: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> tuple[
 def timed(calls: list[Callable[[], Any]], replays: int = 15) -> dict[str, float]:
     """Microseconds a call: all calls captured in one CUDA graph."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize()
@@ -115,38 +116,62 @@ class Case:
         self.tail.k_SHRK.copy_(keys * (-decode.CENTRE - log).exp())
         self.tail.u_SHRV.copy_(torch.randn_like(keys))
 
-    def step(self, store: bool = True, repeat: int = 1, **config: Any) -> dict[str, float]:
+    def step(self, module: Any = decode_cuda, store: bool = True, repeat: int = 1, **config: Any) -> dict[str, float]:
         """The in-place kernel."""
         calls = [
-            lambda i=i: decode_triton.step(
+            lambda i=i: module.step(
                 *self.data[i], self.matrix, self.window, self.slots[i], self.drafts, None, store, **config
             )
             for i in range(self.sets)
         ]
         return timed(calls * repeat)
 
-    def tail_step(self, lengths: torch.Tensor, shift: bool = True, repeat: int = 1, **config: Any) -> dict[str, float]:
+    def replay(self, module: Any = decode_cuda) -> dict[str, float]:
+        """The in-place kernel committing all drafts."""
+        accepted = lengths_at(self.batch, self.drafts)
+        calls = [
+            lambda i=i: module.step(*self.data[i], self.matrix, self.window, self.slots[i], self.drafts, accepted, True)
+            for i in range(self.sets)
+        ]
+        return timed(calls)
+
+    def tail_step(
+        self,
+        lengths: torch.Tensor,
+        module: Any = decode_cuda,
+        shift: bool = True,
+        fold: bool = False,
+        repeat: int = 1,
+        **config: Any,
+    ) -> dict[str, float]:
         """The tail kernel at given tail lengths."""
         calls = [
-            lambda i=i: decode_triton.tail_step(
-                *self.data[i], self.matrix, self.window, self.tail, lengths, self.slots[i], self.drafts, shift, **config
+            lambda i=i: module.tail_step(
+                *self.data[i],
+                self.matrix,
+                self.window,
+                self.tail,
+                lengths,
+                self.slots[i],
+                self.drafts,
+                shift,
+                self.slots[i] if fold else None,
+                **config,
             )
             for i in range(self.sets)
         ]
         return timed(calls * repeat)
 
-    def fold(self, lengths: torch.Tensor, **config: Any) -> dict[str, float]:
+    def fold(self, lengths: torch.Tensor, module: Any = decode_cuda, **config: Any) -> dict[str, float]:
         """The fold kernel."""
         calls = [
-            lambda i=i: decode_triton.fold(
-                self.matrix, self.tail, lengths, self.slots[i], self.slots[i], GATE, **config
-            )
+            lambda i=i: module.fold(self.matrix, self.tail, lengths, self.slots[i], self.slots[i], GATE, **config)
             for i in range(self.sets)
         ]
         return timed(calls)
 
 
-def check(kernel: str, ring: torch.dtype = torch.float32, **config: Any) -> dict[str, float]:
+def check(kernel: str, module: Any, ring: torch.dtype = torch.float32, **config: Any) -> dict[str, float]:
     """Errors of one configuration against float64, over a few tokens, at small size."""
     heads, batch = 3, 4
     inputs, weights = make(batch, heads)
@@ -156,7 +181,7 @@ def check(kernel: str, ring: torch.dtype = torch.float32, **config: Any) -> dict
     matrix64, window64, slots_cpu = matrix.double().cpu(), window.double().cpu(), slots.cpu()
     weights64 = double(weights)
     if kernel == "step":
-        got = decode_triton.step(inputs, weights, matrix, window, slots, 1, None, True, **config)
+        got = module.step(inputs, weights, matrix, window, slots, 1, None, True, **config)
         want = decode.decode_step_inplace(double(inputs), weights64, matrix64, window64, slots_cpu)
         return {"o": error(got.cpu()[live], want[live]), "state": error(matrix.cpu(), matrix64)}
     tail = decode.Tail.empty(6, heads, DIM, DIM, dtype=ring, device="cuda")
@@ -168,10 +193,10 @@ def check(kernel: str, ring: torch.dtype = torch.float32, **config: Any) -> dict
         inputs, _ = make(batch, heads)
         want = decode.decode_step_inplace(double(inputs), weights64, matrix64, window64, slots_cpu)
         steps = config if kernel == "tail" else {}
-        got = decode_triton.tail_step(inputs, weights, matrix, window, tail, lengths + token, slots, 1, True, **steps)
+        got = module.tail_step(inputs, weights, matrix, window, tail, lengths + token, slots, 1, True, None, **steps)
         worst = max(worst, error(got.cpu()[live], want[live]))
     folds = config if kernel == "fold" else {}
-    decode_triton.fold(matrix, tail, lengths + decode.GRID, slots, slots, GATE, **folds)
+    module.fold(matrix, tail, lengths + decode.GRID, slots, slots, GATE, **folds)
     return {"o": worst, "state": error(matrix.cpu(), matrix64)}
 
 
@@ -199,62 +224,92 @@ def attempt(label: dict[str, Any], run: Callable[[], dict[str, Any]], rows: list
     print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
+NAMES = {"cuda": decode_cuda, "triton": decode_triton}
+
+
+def report_steps(rows: list[dict[str, Any]], name: str) -> None:
+    """Decode in both forms at the two shapes of the target table."""
+    module = NAMES[name]
+    label = {"kernel": name, "what": "in place"}
+    attempt(label, lambda: {"check": check("step", module)}, rows)
+    for batch, heads, sets in ((64, 96, 2), (1, 32, 64)):
+        case = Case(batch, heads, sets=sets)
+        attempt(label | {"B": batch, "H": heads}, lambda c=case: c.step(module, repeat=3), rows)
+        del case
+    for ring in (torch.float32, torch.bfloat16):
+        label = {"kernel": name, "what": "tail", "ring": str(ring)}
+        attempt(label, lambda r=ring: {"check": check("tail", module, r)}, rows)
+        for batch, heads, sets in ((64, 96, 2), (1, 32, 64)):
+            case = Case(batch, heads, sets=sets, ring=ring)
+
+            def cycle(c: Case = case, batch: int = batch) -> dict[str, Any]:
+                step = 1 if batch > 1 else 21
+                at = {n: c.tail_step(lengths_at(batch, n), module, fold=True)["us"] for n in range(0, 64, step)}
+                mixed = torch.arange(batch, dtype=torch.int32, device="cuda") % decode.GRID
+                return {
+                    "mean_us": statistics.mean(at.values()),
+                    "at": at,
+                    "mixed_us": c.tail_step(mixed, module, fold=True)["us"],
+                    "step63_us": c.tail_step(lengths_at(batch, 63), module)["us"],
+                    "fold_us": c.fold(lengths_at(batch, 64), module)["us"],
+                }
+
+            attempt(label | {"B": batch, "H": heads}, cycle, rows)
+            del case
+
+
+def report_verify(rows: list[dict[str, Any]], name: str = "cuda") -> None:
+    """Time against drafts: entries, and verify plus replay of the in-place form; bytes kept a request and layer."""
+    for batch in (1, 16, 64):
+        for drafts in (1, 2, 4, 8):
+            sets = max(2, 64 // batch)
+            case = Case(batch, 96, drafts, sets=min(sets, 16), ring=torch.float32)
+
+            def run(c: Case = case, batch: int = batch) -> dict[str, Any]:
+                return {
+                    "tail_us": c.tail_step(lengths_at(batch, 31), NAMES[name], shift=False)["us"],
+                    "verify_us": c.step(NAMES[name], store=False)["us"],
+                    "replay_us": c.replay(NAMES[name])["us"],
+                }
+
+            kept = {"tail_bytes": drafts * 96 * DIM * 12, "in_place_bytes": drafts * 96 * (DIM * 4 + 1) * 2}
+            attempt({"kernel": name, "what": "verify", "B": batch, "H": 96, "drafts": drafts} | kept, run, rows)
+            del case
+
+
 def sweep(batch: int, heads: int, rows: list[dict[str, Any]]) -> None:
-    """Many configurations at one large shape."""
-    one = Case(1, 32, sets=64)
-    big = Case(batch, heads)
+    """Triton configurations at one large shape."""
+    big, one = Case(batch, heads), Case(1, 32, sets=64)
     for config in STEP_CONFIGS:
 
-        def run_step(c: dict[str, Any] = config, big: Case = big, one: Case = one) -> Any:
-            return {"check": check("step", **c)} | big.step(repeat=3, **c) | {"b1": one.step(**c)["us"]}
+        def run_step(c: dict[str, Any] = config) -> Any:
+            times = big.step(decode_triton, repeat=2, **c) | {"b1": one.step(decode_triton, **c)["us"]}
+            return times | {"check": check("step", decode_triton, **c)}
 
-        attempt({"kernel": "step"} | config, run_step, rows)
-    for ring in (torch.float32, torch.bfloat16):
-        case = Case(batch, heads, ring=ring)
-        one = Case(1, 32, sets=64, ring=ring)
-        for config in TAIL_CONFIGS:
+        attempt({"kernel": "triton", "what": "in place"} | config, run_step, rows)
+    case, ring = Case(batch, heads, ring=torch.float32), Case(1, 32, sets=64, ring=torch.float32)
+    for config in TAIL_CONFIGS:
 
-            def run(c: dict[str, Any] = config, case: Case = case, one: Case = one, r: torch.dtype = ring) -> Any:
-                at = {f"at{n}": case.tail_step(lengths_at(batch, n), repeat=2, **c)["us"] for n in (0, 15, 31, 47, 63)}
-                mixed = torch.arange(batch, dtype=torch.int32, device="cuda") % decode.GRID
-                at["mixed"] = case.tail_step(mixed, repeat=2, **c)["us"]
-                at["b1_at31"] = one.tail_step(lengths_at(1, 31), **c)["us"]
-                return {"check": check("tail", r, **c)} | at
+        def run(c: dict[str, Any] = config) -> Any:
+            times = {f"at{n}": case.tail_step(lengths_at(batch, n), decode_triton, **c)["us"] for n in (0, 31, 63)}
+            times["b1_at31"] = ring.tail_step(lengths_at(1, 31), decode_triton, **c)["us"]
+            return times | {"check": check("tail", decode_triton, **c)}
 
-            attempt({"kernel": "tail", "ring": str(ring)} | config, run, rows)
-        for config in FOLD_CONFIGS:
-
-            def run_fold(c: dict[str, Any] = config, case: Case = case, r: torch.dtype = ring) -> Any:
-                idle = case.fold(lengths_at(batch, 5), **c)["us"]
-                return {"check": check("fold", r, **c)} | case.fold(lengths_at(batch, 64), **c) | {"idle": idle}
-
-            attempt({"kernel": "fold", "ring": str(ring)} | config, run_fold, rows)
-        del case, one
+        attempt({"kernel": "triton", "what": "tail"} | config, run, rows)
 
 
-_GRID = [(1, 16), (1, 32), (2, 16), (2, 32), (4, 32), (4, 64), (4, 128)]
 STEP_CONFIGS: list[dict[str, Any]] = [
     {"launch": decode_triton.Launch(w, c, ahead=ahead)}
-    for w, c in _GRID
-    for ahead in (True, False)
-    if c < 128 or not ahead
+    for w, c, ahead in ((1, 16, True), (1, 16, False), (2, 16, True), (2, 32, False), (4, 32, True), (4, 64, False))
 ]
 TAIL_CONFIGS: list[dict[str, Any]] = [
-    {"launch": decode_triton.Launch(w, c, r, ahead), "ring_rows": rows}
+    {"launch": decode_triton.Launch(w, c, r, ahead, rows)}
     for w, c, r, ahead, rows in (
         (1, 16, None, False, 8),
-        (1, 16, 168, False, 4),
         (2, 16, 128, True, 8),
-        (2, 32, None, True, 8),
         (2, 32, None, False, 16),
-        (4, 32, None, True, 16),
         (4, 64, 128, False, 8),
-        (4, 64, None, False, 16),
     )
-]
-FOLD_CONFIGS: list[dict[str, Any]] = [
-    {"warps": 4, "precision": "ieee"},
-    {"warps": 2, "precision": "ieee"},
 ]
 
 
@@ -263,6 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/kda_decode.json"))
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", default="cuda,verify,triton", help="parts of the report")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
@@ -276,7 +332,10 @@ def main() -> None:
     }
     print(report["device"], "copy", report["copy_TB_s"], flush=True)
     try:
-        sweep(64, 96, rows)
+        if arguments.sweep:
+            sweep(64, 96, rows)
+        for part in arguments.only.split(",") if arguments.only else []:
+            report_verify(rows) if part == "verify" else report_steps(rows, part)
     finally:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1))

@@ -126,7 +126,9 @@ def parse(data: Mapping[str, Any]) -> ModelConfig:
 
 def render(config: ModelConfig) -> dict[str, Any]:
     """ModelConfig -> contents of a config.json, the inverse of `parse`."""
-    text = _write(config, _text_values(config), TEXT_FIELDS, "text")
+    # A file without num_key_value_heads means as many as query heads.
+    defaults = TEXT_FIELDS | {"num_key_value_heads": config.mla.num_heads}
+    text = _write(config, _text_values(config), defaults, "text")
     linear = _write(config, _linear_values(config), LINEAR_FIELDS, "linear_attn")
     extra = copy.deepcopy({level: dict(values) for level, values in config.hf_extra.items()})
     text |= extra.get("text", {})

@@ -22,7 +22,7 @@ from torch import nn
 
 from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model.names import VISION_PREFIXES, Entry, entries
+from perilune.model.names import VISION_PREFIXES, Entry, entries, released_name
 from perilune.model.parts import DEFAULT, Parts
 from perilune.model.transformer import Transformer
 from perilune.ops.mx import decode_mxfp4, encode_mxfp4
@@ -125,7 +125,7 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, _Stored]:
         absent = sorted(named - names)
         if absent:
             raise Error(f"{INDEX} places {_some(absent)} in {shard!r}, which does not hold it")
-        tensors |= {name: _Stored(file, name) for name in named}
+        tensors |= {released_name(name): _Stored(file, name) for name in named}
     return tensors
 
 
@@ -256,6 +256,8 @@ def _write(model: Transformer, folder: Path, limit: int) -> None:
             level["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     for path in folder.iterdir():
+        # safetensors makes files that only their owner may read.
+        path.chmod(0o644)
         _sync(path)
 
 

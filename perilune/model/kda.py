@@ -7,7 +7,7 @@ tokens, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class KdaLayer(nn.Module):
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Activated inputs of some tokens, or the ones that a tail keeps."""
+    """Activated inputs of some tokens."""
 
     q_THK: torch.Tensor
     k_THK: torch.Tensor
@@ -112,11 +112,20 @@ def _advance(
     for i, state in enumerate(states):
         begin, end = sequences.offsets[i], sequences.offsets[i + 1]
         tokens = new.rows(begin, end)
-        decode = state.u_RHV is not None and end - begin <= ROLLBACK and state.length > 0
-        o_nHV, grown = _decode(tokens, state) if decode else _replay(tokens, state, bound)
-        conv_WC = torch.cat([state.conv_WC, u_TC[begin:end]])[-(3 + ROLLBACK) :]
+        grown = replace(
+            state,
+            k_RHK=torch.cat([state.k_RHK, tokens.k_THK]),
+            v_RHV=torch.cat([state.v_RHV, tokens.v_THV]),
+            g_RHK=torch.cat([state.g_RHK, tokens.g_THK]),
+            beta_RH=torch.cat([state.beta_RH, tokens.beta_TH]),
+            conv_WC=torch.cat([state.conv_WC, u_TC[begin:end]])[-(3 + ROLLBACK) :],
+        )
+        if state.u_RHV is not None and end - begin <= ROLLBACK and state.length > 0:
+            o_nHV, grown = _decode(tokens, state, grown)
+        else:
+            o_nHV, grown = _replay(tokens, state, grown, bound)
         outputs.append(o_nHV)
-        after.append(KdaState(**(grown | {"conv_WC": conv_WC})))
+        after.append(grown)
     return torch.cat(outputs), after
 
 
@@ -127,69 +136,49 @@ def _matrix(state: KdaState) -> torch.Tensor:
     return state.k_RHK.new_zeros(heads, dim, state.v_RHV.shape[-1])
 
 
-def _decode(new: _Tokens, state: KdaState) -> tuple[torch.Tensor, dict[str, object]]:
-    matrix_HKV = _matrix(state)
+def _decode(new: _Tokens, state: KdaState, grown: KdaState) -> tuple[torch.Tensor, KdaState]:
     assert state.u_RHV is not None
     o_nHV, u_nHV = kda_ops.tail_step(
-        matrix_HKV, state.k_RHK, state.u_RHV, state.g_RHK, new.q_THK, new.k_THK, new.v_THV, new.g_THK, new.beta_TH
+        _matrix(state), state.k_RHK, state.u_RHV, state.g_RHK, new.q_THK, new.k_THK, new.v_THV, new.g_THK, new.beta_TH
     )
-    k_RHK, v_RHV = torch.cat([state.k_RHK, new.k_THK]), torch.cat([state.v_RHV, new.v_THV])
-    u_RHV, g_RHK = torch.cat([state.u_RHV, u_nHV]), torch.cat([state.g_RHK, new.g_THK])
-    beta_RH = torch.cat([state.beta_RH, new.beta_TH])
-    boundary, origin = state.boundary, state.origin
-    fold = boundary_after(boundary + k_RHK.shape[0]) - boundary
-    if fold > 0:
-        matrix_HKV = kda_ops.fold_tail(matrix_HKV, k_RHK[:fold], u_RHV[:fold], g_RHK[:fold])
-        origin = "decode"
-    return o_nHV, {
-        "boundary": boundary + max(fold, 0),
-        "matrix_HKV": matrix_HKV,
-        "k_RHK": k_RHK[max(fold, 0) :],
-        "v_RHV": v_RHV[max(fold, 0) :],
-        "u_RHV": u_RHV[max(fold, 0) :],
-        "g_RHK": g_RHK[max(fold, 0) :],
-        "beta_RH": beta_RH[max(fold, 0) :],
-        "origin": origin,
-    }
+    u_RHV = torch.cat([state.u_RHV, u_nHV])
+    grown = replace(grown, u_RHV=u_RHV)
+    count = boundary_after(grown.length) - state.boundary
+    if count <= 0:
+        return o_nHV, grown
+    matrix_HKV = kda_ops.fold_tail(_matrix(state), grown.k_RHK[:count], u_RHV[:count], grown.g_RHK[:count])
+    return o_nHV, replace(grown.folded(matrix_HKV, count), origin="decode")
 
 
-def _replay(new: _Tokens, state: KdaState, bound: float | None) -> tuple[torch.Tensor, dict[str, object]]:
-    tail = state.k_RHK.shape[0]
-    q_THK = torch.cat([torch.zeros_like(state.k_RHK), new.q_THK])
-    k_THK, v_THV = torch.cat([state.k_RHK, new.k_THK]), torch.cat([state.v_RHV, new.v_THV])
-    g_THK, beta_TH = torch.cat([state.g_RHK, new.g_THK]), torch.cat([state.beta_RH, new.beta_TH])
-    length = state.boundary + k_THK.shape[0]
-    boundary = max(boundary_after(length), state.boundary)
-    moved = boundary > state.boundary
-    sequences = Sequences.from_lengths([k_THK.shape[0]], [state.boundary], device=k_THK.device)
-    o_THV, _, *states = kda_ops.chunk(
-        q_THK,
-        k_THK,
-        v_THV,
-        g_THK,
-        beta_TH,
+def _replay(new: _Tokens, state: KdaState, grown: KdaState, bound: float | None) -> tuple[torch.Tensor, KdaState]:
+    count = max(boundary_after(grown.length) - state.boundary, 0)
+    o_THV, _, states = kda_ops.chunk(
+        torch.cat([torch.zeros_like(state.k_RHK), new.q_THK]),
+        grown.k_RHK,
+        grown.v_RHV,
+        grown.g_RHK,
+        grown.beta_RH,
         None if state.matrix_HKV is None else state.matrix_HKV[None],
-        sequences,
+        Sequences.from_lengths([grown.k_RHK.shape[0]], [state.boundary], device=new.k_THK.device),
         bound,
-        checkpoints=((boundary,),) if moved else None,
+        checkpoints=((state.boundary + count,),) if count else None,
     )
-    matrix_HKV = states[0][0] if moved else state.matrix_HKV
-    drop = boundary - state.boundary
-    kept = _Tokens(q_THK, k_THK, v_THV, g_THK, beta_TH).rows(drop, k_THK.shape[0])
-    grown: dict[str, object] = {
-        "boundary": boundary,
-        "matrix_HKV": matrix_HKV,
-        "k_RHK": kept.k_THK,
-        "v_RHV": kept.v_THV,
-        "u_RHV": None,
-        "g_RHK": kept.g_THK,
-        "beta_RH": kept.beta_TH,
-        "origin": state.origin,
-    }
+    if count:
+        assert states is not None
+        grown = replace(grown, u_RHV=None).folded(states[0], count)
     if state.u_RHV is not None:
-        start_HKV = torch.zeros_like(_matrix(state)) if matrix_HKV is None else matrix_HKV
-        nothing = kept.k_THK[:0]
-        _, grown["u_RHV"] = kda_ops.tail_step(
-            start_HKV, nothing, kept.v_THV[:0], nothing, kept.q_THK, kept.k_THK, kept.v_THV, kept.g_THK, kept.beta_TH
+        # The tail's corrections, for decoding from here; its outputs are known already.
+        none_RHK, none_RHV = grown.k_RHK[:0], grown.v_RHV[:0]
+        _, u_RHV = kda_ops.tail_step(
+            _matrix(grown),
+            none_RHK,
+            none_RHV,
+            none_RHK,
+            torch.zeros_like(grown.k_RHK),
+            grown.k_RHK,
+            grown.v_RHV,
+            grown.g_RHK,
+            grown.beta_RH,
         )
-    return o_THV[tail:], grown
+        grown = replace(grown, u_RHV=u_RHV)
+    return o_THV[state.k_RHK.shape[0] :], grown

@@ -14,6 +14,7 @@ from torch import nn
 from perilune.config import ModelConfig
 from perilune.model.parts import Parts
 from perilune.model.state import MlaState
+from perilune.ops.activation import sigmoid
 from perilune.ops.norm import rms_norm
 from perilune.ops.sequences import Sequences
 
@@ -61,7 +62,7 @@ class MlaLayer(nn.Module):
         o_TX = o_THV.flatten(-2)
         if hasattr(self, "g_proj"):
             # The gate's sigmoid and product are taken in the model's dtype, as the released code does.
-            o_TX = o_TX * torch.sigmoid(parts.linear(x_TD, self.g_proj.weight))
+            o_TX = o_TX * sigmoid(parts.linear(x_TD, self.g_proj.weight))
         return parts.linear(o_TX, self.o_proj.weight), after, max_logit_H
 
     def _queries(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -5,6 +5,7 @@ Legend: H heads, K head dim, E experts, F expert width, L width the experts work
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,6 +40,14 @@ class Entry:
 
 
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+
+
+def released_name(name: str) -> str:
+    """The released name of a tensor in a file: transformers writes a dense layer's MLP under the sparse prefix."""
+    return DENSE_AS_SPARSE.sub(r".mlp.\1_proj.", name)
+
+
+DENSE_AS_SPARSE = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
 
 
 def entries(config: ModelConfig) -> Iterator[Entry]:

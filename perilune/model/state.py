@@ -54,6 +54,19 @@ class KdaState:
         """Tokens seen."""
         return self.boundary + self.k_RHK.shape[0]
 
+    def folded(self, matrix_HKV: torch.Tensor, count: int) -> KdaState:
+        """The same tokens with the tail's first `count` of them in `matrix_HKV`."""
+        return replace(
+            self,
+            boundary=self.boundary + count,
+            matrix_HKV=matrix_HKV,
+            k_RHK=self.k_RHK[count:],
+            v_RHV=self.v_RHV[count:],
+            u_RHV=None if self.u_RHV is None else self.u_RHV[count:],
+            g_RHK=self.g_RHK[count:],
+            beta_RH=self.beta_RH[count:],
+        )
+
     def rollback(self, count: int) -> KdaState:
         """This state without its last `count` tokens."""
         keep = self.k_RHK.shape[0] - count

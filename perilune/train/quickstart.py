@@ -56,7 +56,9 @@ class Recipe:
     """Another folder of Python sources than the interpreter's library."""
     steps: int = 256
     data: DataConfig = field(
-        default_factory=lambda: DataConfig(batch_tokens=4096, sequence_tokens=1024, held_out_tokens=20_000)
+        default_factory=lambda: DataConfig(
+            batch_tokens=4096, sequence_tokens=1024, shuffle_pieces=4096, held_out_tokens=20_000
+        )
     )
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, warmup=0.02))
     prompt: str = "def read_lines(path):\n"

@@ -38,6 +38,7 @@ def tiny_config(family: str = "kimi_k3") -> ModelConfig:
         hf_extra={},
         bos_token_id=1,
         eos_token_id=2,
+        pad_token_id=0,
     )
 
 
@@ -55,7 +56,7 @@ def tiny_model(family: str = "kimi_k3", dtype: torch.dtype = torch.float32, seed
             elif name.endswith("A_log_H"):
                 parameter.add_(0.3 * noise)
             elif parameter.dim() >= 2 and not name.endswith(("conv_CW", "dt_bias_HK")):
-                parameter.mul_(3.0)
+                parameter.mul_(2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("bias_E"):
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import io
 import json
@@ -13,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from train_tiny import VOCAB, invented_text
+from train_tiny import VOCAB, invented_text, tiny_model
 
 from perilune.chat import Tokenizer
+from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model import load
+from perilune.model import Transformer, initialize
 from perilune.train.bits import bits_per_byte, measure, model_bits
 from perilune.train.config import DataConfig, OptimConfig
 from perilune.train.corpus import library_corpus
@@ -72,9 +72,11 @@ def test_everything_it_promises(recipe: Recipe, tmp_path: Path) -> None:
     assert again.bits == summary.bits  # a finished job is measured again, not trained again
 
 
-def test_bits_of_a_file_are_counted_right(recipe: Recipe, tmp_path: Path) -> None:
-    summary = run(tmp_path / "out", dataclasses.replace(recipe, steps=1), Console(file=io.StringIO()))
-    model, tokenizer = load(summary.checkpoint), Tokenizer.load(summary.checkpoint)
+def test_bits_of_a_file_are_counted_right(material: Path) -> None:
+    model, tokenizer = (
+        initialize(Transformer(ModelConfig.from_hf(tiny_model()))),
+        Tokenizer.load(material / "tokenizer"),
+    )
     text = invented_text(3, 60)
     batch = pack([encode_document(text, tokenizer)[0]])
     with torch.no_grad():

@@ -4,7 +4,8 @@
 // token: warp 0 q, warp 1 k, warp 2 the gate, warp 3 v, four channels a lane. Then every warp reads its 32 rows, four
 // columns a lane. All sums have one fixed order and one token's instructions do not depend on how many tokens a launch
 // has: a verification of n drafts equals n decode steps bit for bit. Compiled by NVRTC (decode_cuda.py), which defines
-//   X inputs and output, B beta logits, W convolution weights, P norm weight, WINDOW, RING: float or bf16.
+//   X inputs and output, B beta logits, W convolution weights, P norm weight, WINDOW, RING: float or bf16;
+//   SAFE: the gate is bounded.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -84,7 +85,7 @@ struct Arguments {
   float *g_ring;
   X *o;
   i64 q_stride, k_stride, v_stride, g_stride, gate_stride, beta_stride;
-  int heads, tokens, store, safe;
+  int heads, tokens, store;
   float eps, lower_bound;
 };
 
@@ -166,8 +167,8 @@ __device__ __forceinline__ void shift(const X *x, i64 stride, WINDOW *window, i6
 }
 
 __device__ __forceinline__ float log_decay(const Arguments &a, float x, float rate) {
-  if (a.safe) return a.lower_bound * sigmoid(rate * x);
-  return -rate * (fmaxf(x, 0.f) + __logf(1.f + __expf(-fabsf(x))));
+  if (SAFE) return a.lower_bound * sigmoid(rate * x);
+  return -rate * (fmaxf(x, 0.f) + log1pf(__expf(-fabsf(x))));
 }
 
 // One block's place in the problem.
@@ -255,7 +256,7 @@ __device__ __forceinline__ float finish(const Arguments &a, const Place &at, Sha
   return u;
 }
 
-extern "C" __global__ void __launch_bounds__(128) step(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(128, 3) step(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) float S[];
   __shared__ Shared shared;
   int slot = a.slots[blockIdx.y];
@@ -321,7 +322,7 @@ __device__ void fold_into(const Arguments &a, const Place &at, Shared &shared, f
       __syncthreads();
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        float from = a.safe ? -CENTRE : g_ring[(entry + j) * DIM + t];
+        float from = SAFE ? -CENTRE : g_ring[(entry + j) * DIM + t];
         shared.keys[t][j] = load1(k_ring + (entry + j) * DIM + t) * __expf(end - from) * scale;
         shared.values[j][t] = load1(u_ring + (entry + j) * DIM + t);
       }
@@ -381,13 +382,13 @@ struct Entries {
       if (at < entry) {
         keys[j] = load4(k + at * DIM + channel);
         values[j] = load4(u + at * DIM + channel);
-        if (!a.safe) each[j] = load4(g + at * DIM + channel);
+        if (!SAFE) each[j] = load4(g + at * DIM + channel);
       }
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128) tail_step(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(128, 3) tail_step(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) float S[];
   __shared__ Shared shared;
   int slot = a.slots[blockIdx.y];
@@ -415,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(128) tail_step(const __grid_constan
     float4 k = load4(shared.k + at.channel), q = load4(shared.q + at.channel);
     float4 by_k = make_float4(0, 0, 0, 0), by_q = by_k;
     float mine = shared.k[threadIdx.x];
-    if (a.safe) mine *= __expf(-CENTRE - shared.u[threadIdx.x]);
+    if (SAFE) mine *= __expf(-CENTRE - shared.u[threadIdx.x]);
     store1(k_ring + entry * DIM + threadIdx.x, mine);
     now.total = local;
 #pragma unroll 1
@@ -427,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(128) tail_step(const __grid_constan
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float4 x = now.keys[j];
-        if (a.safe) {
+        if (SAFE) {
           x = times(x, centred);
         } else {
           float4 d = now.total, e = now.each[j];

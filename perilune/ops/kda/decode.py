@@ -15,7 +15,8 @@ bounded gate: k_j exp(-G_j - 40), u_j, G_j. Sixteen bounded gates (>= -5 nats) k
     exponent stays within +-40 nats whichever end of the block it is taken to.
 softplus gate: k_j, u_j, G_j; decays are then taken pair by pair, as nothing bounds G.
 
-Every function here runs on any device; CUDA float32 and bfloat16 tensors go to the Triton kernels. CUDA-graph safe:
+Every function here runs on any device. CUDA float32 and bfloat16 tensors go to decode.cu on Hopper with K = V = 128
+(decode_cuda.py), to decode_triton.py otherwise; `kernel_for` names the choice. CUDA-graph safe after a first call:
 no host synchronisation, slot numbers and counts are read on the device.
 
 Legend: T tokens (N * drafts), N sequences, S slots, H heads, K key dim, V value dim, R tail entries, C convolution
@@ -156,13 +157,17 @@ def tail_step_inplace(
     tail: Tail,
     lengths_N: torch.Tensor,
     slots_N: torch.Tensor,
+    target_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each sequence in the tail form: reads the matrix, appends entry lengths_N[n], shifts the window.
 
-    lengths_N: int32 [N], entries in each tail before this token, 0..63. The caller adds 1 to it, and calls
-    `fold_inplace` when it reaches 64. Returns o_THV as `decode_step_inplace` does.
+    lengths_N: int32 [N], entries in each tail before this token, 0..63; the caller adds 1 to it.
+    target_N: int32 [N]; when given, a tail that this token fills (64 entries) is folded into the matrix of slot
+        target_N[n] in the same call, as by `fold_inplace`, and the caller sets that length to 0. When None, the caller
+        calls `fold_inplace`.
+    Returns o_THV as `decode_step_inplace` does.
     """
-    return _tail(inputs, weights, matrix_SHKV, window_S3C, tail, lengths_N, slots_N, 1, shift=True)
+    return _tail(inputs, weights, matrix_SHKV, window_S3C, tail, lengths_N, slots_N, 1, shift=True, target_N=target_N)
 
 
 def tail_verify_inplace(
@@ -232,6 +237,22 @@ def fold_inplace(
 # -- checks and dispatch ----------------------------------------------------------------------------------------------
 
 
+def kernel_for(
+    inputs: Projected,
+    weights: Weights,
+    matrix_SHKV: torch.Tensor,
+    window_S3C: torch.Tensor,
+    tail: Tail | None = None,
+) -> str:
+    """What runs a step on these tensors: "cuda (decode.cu)", "triton (why not decode.cu)" or "torch (reference)"."""
+    if not _on_gpu(inputs):
+        return "torch (reference)"
+    from perilune.ops.kda import decode_cuda
+
+    reason = decode_cuda.why_not(inputs, weights, matrix_SHKV, window_S3C, tail)
+    return "cuda (decode.cu)" if reason is None else f"triton ({reason})"
+
+
 def _on_gpu(inputs: Projected) -> bool:
     return inputs.q_THK.is_cuda and inputs.q_THK.dtype != torch.float64
 
@@ -242,7 +263,7 @@ def _check_slots(slots_N: torch.Tensor, tokens: int, drafts: int) -> None:
     if slots_N.dtype != torch.int32 or slots_N.dim() != 1:
         raise Error(f"slots_N is {slots_N.dtype} of {slots_N.dim()} dims; must be int32 [N]")
     if tokens != slots_N.shape[0] * drafts:
-        raise Error(f"inputs have {tokens} tokens; {slots_N.shape[0]} sequences of {drafts} need {len(slots_N) * drafts}")
+        raise Error(f"inputs have {tokens} tokens; {len(slots_N)} sequences of {drafts} need {len(slots_N) * drafts}")
 
 
 def _check(
@@ -307,9 +328,11 @@ def _in_place(
 ) -> torch.Tensor:
     _check(inputs, weights, matrix_SHKV, window_S3C, slots_N, drafts, counts_N)
     if _on_gpu(inputs):
-        from perilune.ops.kda import decode_triton
+        from perilune.ops.kda import decode_cuda, decode_triton
 
-        return decode_triton.step(inputs, weights, matrix_SHKV, window_S3C, slots_N, drafts, counts_N, store)
+        hopper = decode_cuda.why_not(inputs, weights, matrix_SHKV, window_S3C) is None
+        kernel = decode_cuda.step if hopper else decode_triton.step
+        return kernel(inputs, weights, matrix_SHKV, window_S3C, slots_N, drafts, counts_N, store)
     o_THV = torch.zeros_like(inputs.v_THV, memory_format=torch.contiguous_format)
     for n, slot in enumerate(slots_N.tolist()):
         if slot < 0:
@@ -340,6 +363,7 @@ def _tail(
     slots_N: torch.Tensor,
     drafts: int,
     shift: bool,
+    target_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _check(inputs, weights, matrix_SHKV, window_S3C, slots_N, drafts, lengths_N)
     slots, heads, K, V = matrix_SHKV.shape
@@ -347,11 +371,11 @@ def _tail(
         if tuple(ring.shape) != (slots, heads, CAPACITY, dim) or not ring.is_contiguous():
             raise Error(f"tail.{name} is {tuple(ring.shape)}; must be contiguous {(slots, heads, CAPACITY, dim)}")
     if _on_gpu(inputs):
-        from perilune.ops.kda import decode_triton
+        from perilune.ops.kda import decode_cuda, decode_triton
 
-        return decode_triton.tail_step(
-            inputs, weights, matrix_SHKV, window_S3C, tail, lengths_N, slots_N, drafts, shift
-        )
+        hopper = decode_cuda.why_not(inputs, weights, matrix_SHKV, window_S3C, tail) is None
+        kernel = decode_cuda.tail_step if hopper else decode_triton.tail_step
+        return kernel(inputs, weights, matrix_SHKV, window_S3C, tail, lengths_N, slots_N, drafts, shift, target_N)
     o_THV = torch.zeros_like(inputs.v_THV, memory_format=torch.contiguous_format)
     wide = matrix_SHKV.dtype
     for n, slot in enumerate(slots_N.tolist()):
@@ -378,6 +402,8 @@ def _tail(
             tail.g_SHRK[slot, :, entry] = local_HK
         if shift:
             window_S3C[slot] = _channels(inputs, slice(n * drafts, (n + 1) * drafts), window_S3C[slot])[-3:]
+    if target_N is not None:
+        fold_inplace(matrix_SHKV, tail, lengths_N + drafts, slots_N, weights.gate, target_N)
     return o_THV
 
 
@@ -399,7 +425,8 @@ def _activate(
     now_C = torch.cat([x[t].flatten() for x in (inputs.q_THK, inputs.k_THK, inputs.v_THV)]).to(wide)
     taps_CW = torch.cat([weights.conv_q_CW, weights.conv_k_CW, weights.conv_v_CW]).to(wide)
     mixed_C = F.silu((torch.cat([history_RC, now_C[None]]) * taps_CW.T).sum(0))
-    q_HK, k_HK, v_HV = (part.view(heads, -1) for part in mixed_C.split([heads * K, heads * K, heads * inputs.v_THV.shape[2]]))
+    q_HK, k_HK = mixed_C[: 2 * heads * K].view(2, heads, K)
+    v_HV = mixed_C[2 * heads * K :].view(heads, -1)
     q_HK = q_HK * torch.rsqrt((q_HK * q_HK).sum(-1, keepdim=True) + L2_EPS) * K**-0.5
     k_HK = k_HK * torch.rsqrt((k_HK * k_HK).sum(-1, keepdim=True) + L2_EPS)
     x_HK = inputs.g_raw_THK[t].to(wide) + weights.dt_bias_HK.to(wide).view(heads, K)
@@ -431,12 +458,33 @@ def _keys_at(
         total_HK = local_HK if own else tail.g_SHRK[slot, :, rows.stop - 1]
         after_HK = torch.zeros_like(run_HK) if own else run_HK
         k_HRK = tail.k_SHRK[slot, :, rows].to(wide)
-        shift_HRK = total_HK[:, None] + CENTRE if gate.mode == "safe" else total_HK[:, None] - tail.g_SHRK[slot, :, rows]
+        origin_HRK = -CENTRE if gate.mode == "safe" else tail.g_SHRK[slot, :, rows]
+        shift_HRK = total_HK[:, None] - origin_HRK
         keys.append(k_HRK * shift_HRK.exp() * after_HK.exp()[:, None])
         run_HK = run_HK if own else run_HK + total_HK
     return torch.cat(keys[::-1], 1), run_HK
 
 
-def _keys_at_end(tail: Tail, slot: int, entries: int, gate: Gate, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_at_end(
+    tail: Tail, slot: int, entries: int, gate: Gate, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`_keys_at` for the end of the last of `entries` (a multiple of 16) entries."""
     return _keys_at(tail, slot, entries, torch.zeros_like(tail.g_SHRK[slot, :, 0], dtype=wide), gate)
+
+
+__all__ = [
+    "CAPACITY",
+    "GRID",
+    "MAX_DRAFTS",
+    "Projected",
+    "Tail",
+    "Weights",
+    "decode_step_inplace",
+    "fold_inplace",
+    "kernel_for",
+    "replay_inplace",
+    "shift_window_inplace",
+    "tail_step_inplace",
+    "tail_verify_inplace",
+    "verify",
+]

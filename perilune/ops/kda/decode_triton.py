@@ -2,8 +2,7 @@
 
 A program works in three phases, whatever the number of tokens: prepare every token (convolution, norms, gate) into a
 scratch row, stream the matrix once in column tiles through all tokens, finish every token (output norm). One decode
-step and the verification of eight drafts run the same instructions in the same order: they agree bit for bit, as long
-as they run in the same configuration, which depends on the number of programs only.
+step and the verification of eight drafts run the same instructions in the same order: they agree bit for bit.
 
 Few warps a program and many programs on a multiprocessor hide the latencies; with 8 warps the barriers between the
 phases of small vectors dominate (docs/kda-decode.md).
@@ -38,20 +37,20 @@ _RUNTIME = ["tokens", "store", "shift", "heads", "beta_stride"]
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is compiled: warps of a program, columns of the matrix in a tile, tiles loaded ahead."""
+    """How a kernel is compiled: warps of a program, columns of the matrix in a tile, registers a thread at most,
+    whether the next tile is loaded ahead, and (tail) ring entries in a tile."""
 
     warps: int
     columns: int
     registers: int | None = None
-    ahead: bool = True
+    ahead: bool = False
+    ring_rows: int = 8
 
 
-# Measured on one H200 by bench/kda_decode.py: many programs, and few (under FEW programs).
-FEW = 256
-STEP = Launch(1, 16)
-STEP_FEW = Launch(4, 64)
-TAIL = Launch(1, 16)
-TAIL_FEW = Launch(4, 64)
+# The fastest of those measured on one H200 (docs/kda-decode.md). One configuration for every batch size, so that a
+# sequence's bits do not depend on its neighbours.
+STEP = Launch(4, 64)
+TAIL = Launch(2, 32, ring_rows=16)
 FOLD_WARPS = 4
 
 
@@ -453,11 +452,10 @@ def step(
     tokens: int,
     counts_N: torch.Tensor | None,
     store: bool,
-    launch: Launch | None = None,
+    launch: Launch = STEP,
 ) -> torch.Tensor:
     """The in-place form; see `decode_step_inplace`, `verify`, `replay_inplace`."""
     _, heads, K, V = matrix_SHKV.shape
-    launch = launch or (STEP_FEW if heads * len(slots_N) < FEW else STEP)
     o_THV = torch.empty_like(inputs.v_THV, memory_format=torch.contiguous_format)
     _step_kernel[(heads, len(slots_N))](
         *_arguments(inputs, weights), matrix_SHKV, window_S3C, slots_N, slots_N if counts_N is None else counts_N,
@@ -479,20 +477,22 @@ def tail_step(
     slots_N: torch.Tensor,
     tokens: int,
     shift: bool,
-    launch: Launch | None = None,
-    ring_rows: int = 8,
+    target_N: torch.Tensor | None = None,
+    launch: Launch = TAIL,
 ) -> torch.Tensor:
     """The tail form; see `tail_step_inplace`, `tail_verify_inplace`."""
     _, heads, K, V = matrix_SHKV.shape
-    launch = launch or (TAIL_FEW if heads * len(slots_N) < FEW else TAIL)
     o_THV = torch.empty_like(inputs.v_THV, memory_format=torch.contiguous_format)
     _tail_kernel[(heads, len(slots_N))](
         *_arguments(inputs, weights), matrix_SHKV, window_S3C, slots_N, lengths_N,
-        tail.k_SHRK, tail.u_SHRV, tail.g_SHRK, _scratch(inputs, K, V), o_THV, *_strides(inputs), heads, tokens, int(shift),
+        tail.k_SHRK, tail.u_SHRV, tail.g_SHRK, _scratch(inputs, K, V), o_THV,
+        *_strides(inputs), heads, tokens, int(shift),
         weights.eps, weights.gate.lower_bound or 0.0,
         SAFE=weights.gate.mode == "safe", AHEAD=launch.ahead, D=max(K, V), K=K, V=V,
-        BV=min(launch.columns, V), BR=ring_rows, num_warps=launch.warps, maxnreg=launch.registers,
+        BV=min(launch.columns, V), BR=launch.ring_rows, num_warps=launch.warps, maxnreg=launch.registers,
     )  # fmt: skip
+    if target_N is not None:
+        fold(matrix_SHKV, tail, lengths_N + tokens, slots_N, target_N, weights.gate)
     return o_THV
 
 

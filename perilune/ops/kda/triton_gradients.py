@@ -14,12 +14,14 @@ would be a difference of two large equal numbers. q carries the scale K^-0.5.
 Legend: C chunk rows (64), K key dim, V value dim, B key channels handled at a time.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from perilune.ops.kda.triton_prepare import CLAMP, HALF, LOG2E, TINY, inverse_norm, level_mask, load_rows, log2_decay, sigmoid
+from perilune.ops.kda.triton_prepare import CLAMP, HALF, LOG2E, TINY, level_mask, load_rows, log2_decay, sigmoid
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def state_gradient_kernel(
     dv_out, d_beta, diagonal, q_start, k_start, k_stop, last, table, so_t, so_h, so_c, sb_t, sb_h, H, blocks,
     K: tl.constexpr, V: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Everything that is a plain matrix product: dv and d beta_logit, the pair gradients, and what flows through states.
+    """All plain matrix products: dv and d beta_logit, the pair gradients, and what flows through states.
 
     M overwrites A; dP without its diagonal overwrites P, the diagonal goes to [X, H, C]. The gradients of q~, k^ and
     k- [X, H, C, K] go to q_start, k_start and k_stop; e^(G_C) rowsum(S dS') [X, H, K] to last. blocks = K / B.
@@ -87,7 +89,7 @@ def triangle_sum(mask, x, LOW: tl.constexpr):
     ones = tl.where(mask, 1.0, 0.0).to(LOW)
     high = x.to(LOW)
     total = tl.dot(ones, high)
-    if LOW != tl.float32:
+    if tl.float32 != LOW:
         total = tl.dot(ones, (x - high.to(tl.float32)).to(LOW), acc=total)
     return total
 
@@ -118,10 +120,10 @@ def pairs_of_columns(dP, M, k_up, q_up, LOW: tl.constexpr):
 
 @triton.jit
 def key_gradient_kernel(
-    q, k, g, A_log, dt_bias, table, M, dP, diagonal, q_start, k_start, k_stop, last,
+    q, k, g, A_log, dt_bias, table, norms, M, dP, diagonal, q_start, k_start, k_stop, last,
     dq_out, dk_out, dg_out, d_bias, d_A, radial,
     sq_t, sq_h, sq_c, sk_t, sk_h, sk_c, sg_t, sg_h, sg_c,
-    scale, lower_bound, eps, H,
+    lower_bound, H,
     K: tl.constexpr, B: tl.constexpr, SAFE: tl.constexpr,
 ):  # fmt: skip
     """B channels of dq, dk, dg_raw, and this chunk's share of d dt_bias [X, H, K] and d A_log [X, H, K / B].
@@ -144,13 +146,12 @@ def key_gradient_kernel(
     LOW: tl.constexpr = M.dtype.element_ty
     r = tl.arange(0, 64)
     valid = (r >= first) & (r < end)
-    every = tl.arange(0, K)
     cols = block * B + tl.arange(0, B)
     i = r[:, None]
     j = r[None, :]
     own = i // 32 == j // 32
-    rk = inverse_norm(load_rows(k, r, valid, every, sk_t, sk_c), eps)[:, None]
-    rq = inverse_norm(load_rows(q, r, valid, every, sq_t, sq_c), eps)[:, None] * scale
+    rk = tl.load(norms + ch * 128 + i)
+    rq = tl.load(norms + ch * 128 + 64 + i)
     k_n = load_rows(k, r, valid, cols, sk_t, sk_c).to(tl.float32) * rk
     q_n = load_rows(q, r, valid, cols, sq_t, sq_c).to(tl.float32) * rq
     exp_A = tl.exp2(tl.load(A_log + h).to(tl.float32) * LOG2E)
@@ -236,9 +237,10 @@ def key_gradient_kernel(
 
 @triton.jit
 def norm_gradient_kernel(
-    x, dx, radial, table, sx_t, sx_h, sx_c, eps, H, WHICH: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
+    q, k, dq, dk, norms, radial, table, sq_t, sq_h, sq_c, sk_t, sk_h, sk_c, scale, H,
+    K: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Take the part along x off its gradient, in place: x is divided by its norm. WHICH: 0 for q, 1 for k."""
+    """Take the parts along q and k off their gradients, in place: both were divided by their norms."""
     c = tl.program_id(0) // H
     h = tl.program_id(0) % H
     base = tl.load(table + 3 * c)
@@ -247,12 +249,19 @@ def norm_gradient_kernel(
     r = tl.arange(0, 64)
     valid = (r >= first) & (r < end)
     cols = tl.arange(0, K)
+    h64 = h.to(tl.int64)
     ch = tl.program_id(0).to(tl.int64)
-    along = tl.zeros([64], tl.float32)
+    along_q = tl.zeros([64], tl.float32)
+    along_k = tl.zeros([64], tl.float32)
     for block in tl.static_range(K // B):
-        along += tl.load(radial + (ch * (2 * (K // B)) + 2 * block + WHICH) * 64 + r)
-    raw = load_rows(x + h.to(tl.int64) * sx_h + base * sx_t, r, valid, cols, sx_t, sx_c).to(tl.float32)
-    rx = tl.rsqrt(tl.sum(raw * raw, axis=1) + eps)
-    at = dx + ((base + r[:, None]) * H + h) * K + cols[None, :]
-    value = tl.load(at, mask=valid[:, None], other=0.0).to(tl.float32) - raw * (rx * rx * along)[:, None]
-    tl.store(at, value.to(dx.dtype.element_ty), mask=valid[:, None])
+        along_q += tl.load(radial + (ch * (2 * (K // B)) + 2 * block) * 64 + r)
+        along_k += tl.load(radial + (ch * (2 * (K // B)) + 2 * block + 1) * 64 + r)
+    rk = tl.load(norms + ch * 128 + r)
+    rq = tl.load(norms + ch * 128 + 64 + r) / scale
+    at = ((base + r[:, None]) * H + h) * K + cols[None, :]
+    raw = load_rows(q + h64 * sq_h + base * sq_t, r, valid, cols, sq_t, sq_c).to(tl.float32)
+    value = tl.load(dq + at, mask=valid[:, None], other=0.0).to(tl.float32) - raw * (rq * rq * along_q)[:, None]
+    tl.store(dq + at, value.to(dq.dtype.element_ty), mask=valid[:, None])
+    raw = load_rows(k + h64 * sk_h + base * sk_t, r, valid, cols, sk_t, sk_c).to(tl.float32)
+    value = tl.load(dk + at, mask=valid[:, None], other=0.0).to(tl.float32) - raw * (rk * rk * along_k)[:, None]
+    tl.store(dk + at, value.to(dk.dtype.element_ty), mask=valid[:, None])

@@ -18,6 +18,7 @@ from perilune.errors import Error
 from perilune.ops.sequences import Sequences
 
 CHUNK = 64
+TILE = 1024
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def checkpoint_slots(
     Raises Error for a position off the 64 grid, outside its sequence, or requested twice.
     """
     if len(checkpoints) != len(lengths):
-        raise Error(f"checkpoints has {len(checkpoints)} entries but there are {len(lengths)} sequences; one tuple each")
+        raise Error(
+            f"checkpoints has {len(checkpoints)} entries but there are {len(lengths)} sequences; one tuple each"
+        )
     slots: list[int] = []
     count = 0
     for n, (length, start, positions) in enumerate(zip(lengths, starts, checkpoints, strict=True)):
@@ -96,4 +99,38 @@ def checkpoint_slots(
     return torch.tensor(slots, dtype=torch.int32, device=device), count
 
 
-__all__ = ["CHUNK", "Layout", "checkpoint_slots", "layout"]
+@dataclass(frozen=True)
+class Tiles:
+    """The 1024-token tiles of a packed batch, counted from each document's start, as sequences of their own.
+
+    layout: the same chunks, grouped by tile. before: for each tile its predecessor in the same sequence or -1.
+    sequence: the sequence of each tile. last: the last tile of each sequence, -1 for an empty sequence.
+    """
+
+    layout: Layout
+    before: tuple[int, ...]
+    sequence: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+@lru_cache(maxsize=32)
+def _tiles(lengths: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> Tiles:
+    rows: list[tuple[int, int, int, int]] = []  # length, start, tile before, sequence
+    last: list[int] = []
+    for n, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        position, previous = start, -1
+        while position < start + length:
+            stop = min(position // TILE * TILE + TILE, start + length)
+            rows.append((stop - position, position, previous, n))
+            position, previous = stop, len(rows) - 1
+        last.append(previous)
+    parts, begins, before, sequence = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Tiles(_layout(parts, begins, device), before, sequence, tuple(last))
+
+
+def tiles(sequences: Sequences, device: torch.device) -> Tiles:
+    """The tiles of a cut; the same cut on the same device gives the same tensors."""
+    return _tiles(sequences.lengths, sequences.starts, device)
+
+
+__all__ = ["CHUNK", "TILE", "Layout", "Tiles", "checkpoint_slots", "layout", "tiles"]

@@ -7,7 +7,7 @@ the operands of the scan. With G the inclusive cumulative sum of the log decay g
     k- = k e^(G_C - G)
     A diag(beta), A = (I + L)^-1,        L_ij = beta_i sum_c k_ic k_jc e^(G_ic - G_jc), j < i
     P_ij = K^-0.5 sum_c q_ic k_jc e^(G_ic - G_jc), j <= i
-    e^(G_C)
+    e^(G_C), 1 / |k| and K^-0.5 / |q| of each row
 The chunk is handled as two blocks of 32 rows, because e^(G_i - G_j) can be factored into two numbers in float32's
 range only over 32 rows (at -5 nats a token). Anchors use past gates only, so a row never depends on later rows, not
 even by rounding.
@@ -15,11 +15,12 @@ even by rounding.
 Legend: C rows of a chunk (64), K key dim, H heads. All exponents are base 2: a gate in nats times log2(e).
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 
 # Half of 32 rows * 5 nats in base 2: e^(G_i - G_j) = 2^(G_i + HALF) * 2^(-HALF - G_j), both within 2^+-115.5.
 HALF: tl.constexpr = tl.constexpr(115.0)
@@ -94,7 +95,7 @@ def cumulative(logs, LOW: tl.constexpr):
     ones = tl.where(i[:, None] >= i[None, :], 1.0, 0.0).to(LOW)
     high = logs.to(LOW)
     G = tl.dot(ones, high)
-    if LOW != tl.float32:
+    if tl.float32 != LOW:
         G = tl.dot(ones, (logs - high.to(tl.float32)).to(LOW), acc=G)
     return G
 
@@ -150,7 +151,7 @@ def unit_inverse(L):
 
 @triton.jit
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, table, w_out, q_out, k_out, A_out, P_out, decay_out,
+    q, k, g, beta, A_log, dt_bias, table, w_out, q_out, k_out, A_out, P_out, decay_out, norm_out,
     sq_t, sq_h, sq_c, sk_t, sk_h, sk_c, sg_t, sg_h, sg_c, sb_t, sb_h,
     scale, lower_bound, eps, H,
     K: tl.constexpr, B: tl.constexpr, SAFE: tl.constexpr,
@@ -173,6 +174,7 @@ def prepare_kernel(
     q_out += ch * (64 * K)
     k_out += ch * (64 * K)
     A_out += ch * (64 * 64)
+    norm_out += ch * 128
     P_out += ch * (64 * 64)
 
     r0 = tl.arange(0, 32)
@@ -184,6 +186,11 @@ def prepare_kernel(
     rk1 = inverse_norm(load_rows(k, r1, in1, every, sk_t, sk_c), eps)[:, None]
     rq0 = inverse_norm(load_rows(q, r0, in0, every, sq_t, sq_c), eps)[:, None] * scale
     rq1 = inverse_norm(load_rows(q, r1, in1, every, sq_t, sq_c), eps)[:, None] * scale
+    column = r0[:, None]
+    tl.store(norm_out + column, tl.where(in0[:, None], rk0, 0.0))
+    tl.store(norm_out + 32 + column, tl.where(in1[:, None], rk1, 0.0))
+    tl.store(norm_out + 64 + column, tl.where(in0[:, None], rq0, 0.0))
+    tl.store(norm_out + 96 + column, tl.where(in1[:, None], rq1, 0.0))
     b0 = tl.where(in0, sigmoid(tl.load(beta + r0 * sb_t, mask=in0, other=0.0).to(tl.float32)), 0.0)
     b1 = tl.where(in1, sigmoid(tl.load(beta + r1 * sb_t, mask=in1, other=0.0).to(tl.float32)), 0.0)
     exp_A = tl.exp2(tl.load(A_log + h).to(tl.float32) * LOG2E)

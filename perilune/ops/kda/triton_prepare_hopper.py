@@ -9,6 +9,8 @@ Plain Triton spends most of its instructions on moving values between layouts he
 Only K = 128, bfloat16 and bounded gates. Formulas and letters are those of `triton_prepare`.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -38,6 +40,7 @@ MMAW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SMALL = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8]))
 WIDE32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 WIDE16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PLAIN1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PAD32 = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[32, 4]], [64, 32], [1, 0]))
@@ -178,7 +181,7 @@ def small_dot(a, b):
 
 @gluon.jit
 def prepare_hopper_kernel(
-    q, k, g, beta, A_log, dt_bias, table, w_out, q_out, k_out, A_out, P_out, decay_out,
+    q, k, g, beta, A_log, dt_bias, table, w_out, q_out, k_out, A_out, P_out, decay_out, norm_out,
     sq_t, sq_h, sq_c, sk_t, sk_h, sk_c, sg_t, sg_h, sg_c, sb_t, sb_h,
     scale, lower_bound, eps, H,
     SAME: gl.constexpr,
@@ -221,7 +224,7 @@ def prepare_hopper_kernel(
     slope = -LOG2E * exp2(gl.load(A_log + h) * LOG2E)
     bias = gl.load(dt_bias + h * 128 + cols) * slope
     lower = lower_bound * LOG2E
-    r64 = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    r64 = gl.arange(0, 64, layout=LINE)
     here = (r64 >= first) & (r64 < end)
     b64 = gl.where(here, sigmoid(gl.load(beta + r64 * sb_t, mask=here, other=0.0).to(gl.float32)), 0.0)
     strengths = gl.allocate_shared_memory(gl.float32, [64], PLAIN1, b64)
@@ -247,6 +250,9 @@ def prepare_hopper_kernel(
     gl.thread_barrier()
     norms(k_tile, first, end, eps, 1.0, k_norm)
     norms(q_tile, first, end, eps, scale, q_norm)
+    gl.thread_barrier()
+    gl.store(norm_out + ch * 128 + r64, k_norm.load(LINE))
+    gl.store(norm_out + ch * 128 + 64 + r64, q_norm.load(LINE))
     rows_k_q = gl.allocate_shared_memory(gl.float32, [64, 128], WIDE32)
     columns = gl.allocate_shared_memory(gl.float32, [64, 128], WIDE32)
 
@@ -284,9 +290,7 @@ def prepare_hopper_kernel(
     columns.slice(32, 32, dim=0).store(tf32(k_down))
     fence_async_shared()
     gl.thread_barrier()
-    acc1 = warpgroup_mma(
-        rows_k_q, columns.permute((1, 0)), gl.full([64, 64], 0.0, gl.float32, MMA64), is_async=True
-    )
+    acc1 = warpgroup_mma(rows_k_q, columns.permute((1, 0)), gl.full([64, 64], 0.0, gl.float32, MMA64), is_async=True)
     # TINY and 2^E0 apart: their product alone would fall below float32's range.
     before = exp2(E0)
     gl.store(q_out + 32 * 128 + at, (q_up * TINY * before).to(gl.bfloat16))
@@ -344,4 +348,3 @@ def prepare_hopper_kernel(
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))[None, :]
     gl.store(w_out + i * 128 + j, w)
-
