@@ -4,8 +4,9 @@ In float64 the two differ by rounding only: 1.6e-12 on logits of absmax 6 (k3-ti
 room for another machine; a wrong constant moves them by more than 1e-4 (the MLA norms' epsilon in k3-tiny: 4e-4).
 
 The golden logits are float32. k3-tiny amplifies: rounding each operation once to float32, in whatever order, moves a
-token's logits by 6e-5 in the median and by 8e-4 at most, so float32 programs that add in another order than the golden
-one's cannot be within 2e-4 of it. What can be asked is that the golden one is as far from float64 as they are.
+token's logits by 6e-5 in the median and by 4e-4 to 8e-4 at most. So a float32 program that adds in another order than
+the golden one's is not expected within 2e-4 of it (none of some 250 orders was; the nearest: 3.1e-4). What can be asked
+is that the golden logits are as far from float64 as those of other float32 programs are.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ GRADIENTS = {
 
 
 def test_the_same_gradients_in_float64() -> None:
-    """Of every weight, for a random direction of the logits: 2e-14 of the largest component; 1e-9 asked."""
+    """Of every weight, for a random direction of the logits: 1e-13 of the largest component; 1e-9 asked."""
     folder, lengths = GOLDENS / "k3-eps", [70, 70]
     ids_BT = golden("k3-eps")[0][:, :70]
     weights, model = plain.Weights(folder, F64), load(folder, dtype=F64)
