@@ -17,7 +17,7 @@ import torch
 from perilune.config import Gate
 from perilune.errors import Error
 from perilune.ops.kda import chunk, implementation, kda, prepare
-from perilune.ops.kda.prepare import Activated, compute_dtype
+from perilune.ops.kda.prepare import compute_dtype
 from perilune.ops.sequences import Sequences
 
 CHUNK = 64
@@ -66,7 +66,7 @@ def chunk_kda(
     use_gate_in_kernel: g is raw and becomes lower_bound * sigmoid(e^A_log (g + dt_bias)) with a lower_bound in [-5, 0),
         -e^A_log * softplus(g + dt_bias) without; A_log has Hv elements (may be None with a lower_bound: all zero),
         dt_bias Hv * K (may be None). Otherwise g is the log decay in nats, <= 0, and A_log, dt_bias and lower_bound
-        are not read; safe_gate then promises g >= -5 and runs faster; where that is not so, results are not numbers.
+        are not read; safe_gate then promises g >= -5 and runs faster; where that is not so, results may be NaN.
     use_beta_sigmoid_in_kernel: beta is a logit, and allow_neg_eigval doubles its sigmoid; otherwise used as it is.
     cu_seqlens: integers [N + 1] from 0 to T, with B = 1: the documents packed on T. None: N = B sequences of T tokens.
         cu_seqlens_cpu, the same numbers on the host, spares reading them from the device.
@@ -76,11 +76,8 @@ def chunk_kda(
     than 64, and options that are not of this list. Level on CPU: bitwise-batch. Source: Kimi Linear (arXiv:2510.26692).
     """
     refused = {
-        "return_intermediate_states": (
-            return_intermediate_states,
-            "perilune.ops.kda.kda gives states at checkpoints",
-        ),
-        "cp_context": (cp_context, "perilune.ops.kda.segment_maps and fold are what context parallelism needs"),
+        "return_intermediate_states": (return_intermediate_states, "see checkpoints of perilune.ops.kda.kda"),
+        "cp_context": (cp_context, "see perilune.ops.kda.segment_maps and fold"),
         "use_graph": (use_graph, "must be False"),
         "max_num_seqs": (max_num_seqs, "must be None"),
     }
@@ -114,19 +111,16 @@ def chunk_kda(
         # o is linear in q.
         o_THV = o_THV if ratio == 1.0 else o_THV * ratio
     else:
-        x = prepare(q_THK, k_THK, g_THK, beta_TH, A_log, dt_bias, gate)
         dtype = compute_dtype(q_THK, k_THK, v_THV, g_THK)
-        active = Activated(
-            x.q_THK.to(dtype) * ratio if use_qk_l2norm_in_kernel else q_THK.to(dtype) * (ratio * K**-0.5),
-            (x.k_THK if use_qk_l2norm_in_kernel else k_THK).to(dtype),
-            (x.g_THK if use_gate_in_kernel else g_THK).to(dtype),
-            (x.beta_TH if use_beta_sigmoid_in_kernel else beta_TH).to(dtype) * (2.0 if allow_neg_eigval else 1.0),
-        )
+        # What was activated outside is taken as given; the unused results of `prepare` are dropped.
+        x = prepare(q_THK, k_THK, g_THK, beta_TH, A_log, dt_bias, gate)
+        q_THK = x.q_THK.to(dtype) * ratio if use_qk_l2norm_in_kernel else q_THK.to(dtype) * (ratio * K**-0.5)
+        k_THK = (x.k_THK if use_qk_l2norm_in_kernel else k_THK).to(dtype)
+        g_THK = (x.g_THK if use_gate_in_kernel else g_THK).to(dtype)
+        beta_TH = (x.beta_TH if use_beta_sigmoid_in_kernel else beta_TH).to(dtype) * (2.0 if allow_neg_eigval else 1.0)
         bound = gate.lower_bound if use_gate_in_kernel else SAFE_BOUND if safe_gate else None
-        wide = None if state is None else state.to(dtype)
-        o_THV, final_NHKV, _ = chunk(
-            active.q_THK, active.k_THK, v_THV.to(dtype), active.g_THK, active.beta_TH, wide, sequences, bound
-        )
+        state = None if state is None else state.to(dtype)
+        o_THV, final_NHKV, _ = chunk(q_THK, k_THK, v_THV.to(dtype), g_THK, beta_TH, state, sequences, bound)
     o = o_THV.to(q.dtype).view(B, T, heads, V)
     if not output_final_state:
         return o, None

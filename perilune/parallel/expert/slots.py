@@ -1,0 +1,54 @@
+"""Memory for copied experts, shared by all layers, that refuses to serve a copy which has been overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from perilune.errors import Error
+
+
+class SlotPool:
+    """Slots of each rank in this process; every `fill` starts a new generation and ends the one before it."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._slots: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def fill(self, received: Sequence[Sequence[torch.Tensor]], slots: int) -> Copies:
+        """received[rank][k]: the copies of weight k, at most `slots` of them, in slot order -> a ticket to them."""
+        self.generation += 1
+        held = []
+        for rank, tensors in enumerate(received):
+            views = []
+            for k, copies in enumerate(tensors):
+                key = (rank, k, slots, copies.shape[1:], copies.dtype, copies.device)
+                if key not in self._slots:
+                    self._slots[key] = copies.new_zeros(slots, *copies.shape[1:])
+                self._slots[key][: copies.shape[0]].copy_(copies)
+                views.append(self._slots[key])
+            held.append(tuple(views))
+        return Copies(self, self.generation, tuple(held))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A ticket to one generation of a pool."""
+
+    pool: SlotPool
+    generation: int
+    _held: tuple[tuple[torch.Tensor, ...], ...]
+
+    def weights(self, rank: int) -> tuple[torch.Tensor, ...]:
+        """[B, ...] tensors of the rank-th rank in this process. Raises Error once the pool has been filled again."""
+        if self.pool.generation != self.generation:
+            raise Error(
+                f"slots: copies of generation {self.generation} are gone, the pool holds {self.pool.generation}; "
+                "prefetch again before the experts run"
+            )
+        return self._held[rank]
+
+
+__all__ = ["Copies", "SlotPool"]

@@ -1,0 +1,52 @@
+"""The name of a prefix: one hash a match unit, each over all tokens before it.
+
+The seed of the chain is the tenant's salt and the version of the weights, so that neither another tenant nor the
+weights after an update can ever meet an old entry.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from perilune.errors import Error
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A document as the cache sees it. keys: one chained key a whole match unit. length: tokens.
+
+    tokens is None where only the keys are known (a trace): then a prefix is known to whole units only.
+    """
+
+    keys: Sequence[Hashable]
+    length: int
+    unit: int
+    version: int = 0
+    tokens: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], unit: int, salt: str = "", version: int = 0) -> Chain:
+        """Hash token ids (each in [0, 2^63)) with 128-bit BLAKE2b. Raises Error for a unit < 1."""
+        if unit < 1:
+            raise Error(f"unit is {unit}; must be >= 1")
+        digest = _digest(f"{len(salt)}:{salt}:{version}".encode(), b"")
+        keys = []
+        for i in range(0, len(tokens) - unit + 1, unit):
+            digest = _digest(digest, array("q", tokens[i : i + unit]).tobytes())
+            keys.append(digest)
+        return cls(keys, len(tokens), unit, version, tokens)
+
+    def tail(self, end: int) -> bytes:
+        """Digest of the tokens between the last whole unit before `end` and `end`; the keys cover what is before."""
+        assert self.tokens is not None
+        return _digest(b"tail", array("q", self.tokens[end - end % self.unit : end]).tobytes())
+
+
+def _digest(before: bytes, data: bytes) -> bytes:
+    return blake2b(before + data, digest_size=16).digest()
+
+
+__all__ = ["Chain"]

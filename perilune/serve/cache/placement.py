@@ -1,0 +1,73 @@
+"""Where a request leaves checkpoints. A checkpoint costs as much as 16,000 tokens of KV, so there are few.
+
+Kinds: "fork" where a second request was seen to leave the path of a first one; "mark" where the client said so;
+"prompt" at the end of the prompt; "turn" after the last committed token, which is where the next turn of a
+conversation begins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perilune.serve.cache.tree import Match
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A checkpoint to make: after `depth` tokens. origin: which arithmetic makes the state, prefill or decode."""
+
+    depth: int
+    kind: str
+    origin: str = "prefill"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """guard: distance of one more checkpoint before the prompt's end, for prompts rewritten near their end; 0 is none.
+
+    min_fork: least tokens that a fork saves over the checkpoint before it. turn_end: whether turns leave a state.
+    keep: checkpoints that stay on a path without forks, counted from its end; 0 keeps all.
+    every: one more checkpoint after so many tokens; 0 is none.
+    """
+
+    guard: int = 0
+    min_fork: int = 1
+    turn_end: bool = True
+    keep: int = 2
+    every: int = 0
+
+    def plan(
+        self, match: Match, prompt: int, total: int, grid: int, exact: bool = False, marks: Sequence[int] = ()
+    ) -> list[Mark]:
+        """Checkpoints for a request of `prompt` tokens that ends at `total`, deeper than its hit, in order of depth.
+
+        Prefill leaves states on the `grid` and at most at prompt - 1, so that the same prompt sent again hits.
+        exact: whether a turn end may lie off the grid. marks: depths that the client asks for.
+        """
+        end = floor(prompt - 1, grid)
+        wanted = {floor(mark, grid): "mark" for mark in marks if mark < prompt}
+        if self.every:
+            first = floor(match.depth, self.every) + self.every
+            wanted |= dict.fromkeys(range(first, end, self.every), "step")
+        fork = floor(match.kv_depth, grid)
+        if fork - match.depth >= self.min_fork and fork < end:
+            wanted[fork] = "fork"
+        if self.guard and end - self.guard > match.depth:
+            wanted.setdefault(floor(end - self.guard, grid), "guard")
+        turn = total if exact else floor(total, grid)
+        if self.turn_end and total > prompt and turn > end:
+            wanted[turn] = "turn"
+        wanted.setdefault(end, "prompt")
+        return [
+            Mark(depth, kind, "decode" if depth > prompt else "prefill")
+            for depth, kind in sorted(wanted.items())
+            if depth > match.depth
+        ]
+
+
+def floor(depth: int, grid: int) -> int:
+    return depth // grid * grid
+
+
+__all__ = ["Mark", "Placement"]

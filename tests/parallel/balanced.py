@@ -1,0 +1,74 @@
+"""One mixture layer with its inputs, computed in one place: what the balanced layer must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from perilune.config import Activation
+from perilune.ops import moe
+from perilune.ops.moe import Dense
+
+EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 32, 24
+ACT = Activation("situ")
+
+Layer = Callable[[torch.Tensor, moe.Routing, Dense], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random inputs; `skew` lifts the first three experts, all at home on rank 0."""
+
+    tokens: int
+    skew: float
+    dtype: torch.dtype
+    seed: int = 0
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return torch.zeros(EXPERTS, dtype=self.wide)
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x_TL, logits_TE, gate_up_E2FL, down_ELF; fresh leaves with the same numbers each time."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        x, logits = draw(self.tokens, WIDTH), draw(self.tokens, EXPERTS)
+        logits[:, :3] += self.skew
+        gate_up, down = draw(EXPERTS, 2 * INNER, WIDTH) / WIDTH**0.5, draw(EXPERTS, WIDTH, INNER) / INNER**0.5
+        # Routing must not change with the dtype under test.
+        logits = logits.float().to(self.wide)
+        return (
+            x.to(self.dtype).requires_grad_(),
+            logits.requires_grad_(),
+            gate_up.to(self.dtype).requires_grad_(),
+            down.to(self.dtype).requires_grad_(),
+        )
+
+
+def gradients(case: Case, layer: Layer) -> list[torch.Tensor]:
+    """[y, dx, d logits, d gate_up, d down] for a fixed random dy."""
+    leaves = case.leaves()
+    x, logits, gate_up, down = leaves
+    y = layer(x, moe.route(logits, case.bias, TOP_K, 2.5), Dense(gate_up, down))
+    return [y.detach(), *torch.autograd.grad(y, leaves, d_y(case))]
+
+
+def d_y(case: Case) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    return torch.randn(case.tokens, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def dense(x: torch.Tensor, routing: moe.Routing, weights: Dense) -> torch.Tensor:
+    """The layer of `perilune.model.moe`, experts only."""
+    order, offs = moe.permute(routing.ids_TJ, EXPERTS)
+    rows = moe.experts(moe.dispatch(x, order, TOP_K), weights, offs, ACT, exact=True)
+    return moe.combine(rows, order, routing.weights_TJ)
