@@ -39,6 +39,7 @@ from perilune.train.files import find_files
 from perilune.train.flops import count_flops, device_peak
 from perilune.train.log import Bar, Board, MetricsFile
 from perilune.train.loss import cross_entropy
+from perilune.train.malloc import keep_freed_memory
 from perilune.train.masters import Masters
 from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates
 from perilune.train.qk_clip import qk_clip
@@ -77,6 +78,8 @@ class Trainer:
         for path in config.data.held_out:
             find_files(path)
         self.device = _device(config.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.tokenizer = Tokenizer.load(_tokenizer_path(config))
         self.data = Batches(config.data, self.tokenizer, config.seed)
         torch.manual_seed(config.seed)

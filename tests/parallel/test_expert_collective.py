@@ -26,17 +26,23 @@ from perilune.parallel.expert import Collective, ExpertParallel
 TOKENS = 40
 
 
-def spawn(work: Callable[..., Any], ranks: int, folder: Path, *args: Any, limit: float = 60) -> list[Any]:
-    """work(rank, ranks, *args) in `ranks` gloo processes -> results by rank, or the traceback as a string."""
+Work = tuple[Callable[..., list[Any]], tuple[Any, ...]]
+
+
+def spawn(works: list[Work], ranks: int, folder: Path, limit: float = 90) -> list[list[Any]]:
+    """Every work(rank, ranks, *args) in turn in `ranks` gloo processes -> results[rank][work].
+
+    A work that raises gives its traceback as a string, and that process stops.
+    """
     context = mp.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=_enter, args=(work, rank, ranks, str(folder / "meet"), results, args), daemon=True)
+        context.Process(target=_enter, args=(works, rank, ranks, str(folder / "meet"), results), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    got: dict[int, Any] = {}
+    got: dict[int, list[Any]] = {}
     end = time.monotonic() + limit
     try:
         while len(got) < ranks:
@@ -51,18 +57,20 @@ def spawn(work: Callable[..., Any], ranks: int, folder: Path, *args: Any, limit:
     return [got[rank] for rank in range(ranks)]
 
 
-def _enter(work: Callable[..., Any], rank: int, ranks: int, meet: str, results: Any, args: tuple[Any, ...]) -> None:
+def _enter(works: list[Work], rank: int, ranks: int, meet: str, results: Any) -> None:
     torch.set_num_threads(1)
+    done: list[Any] = []
     try:
         dist.init_process_group(
             "gloo", f"file://{meet}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=30)
         )
-        result = work(rank, ranks, *args)
-        # Plain bytes: a tensor in the queue would live in memory shared with a process that ends.
-        results.put((rank, [t.numpy().copy() if isinstance(t, torch.Tensor) else t for t in result]))
+        for work, args in works:
+            # Arrays: a tensor in the queue would live in memory shared with a process that ends.
+            done.append([t.numpy().copy() if isinstance(t, torch.Tensor) else t for t in work(rank, ranks, *args)])
     except Exception:
-        results.put((rank, traceback.format_exc()))
+        done.append(traceback.format_exc())
     finally:
+        results.put((rank, done))
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -112,33 +120,6 @@ def _delay_collectives(rank: int) -> None:
     Collective.gather, Collective.exchange = slow_gather, slow_exchange  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "skew", "delays", "kind"),
-    [
-        (2, 4.0, False, "exact"),
-        (4, 4.0, True, "exact"),
-        (4, 4.0, False, "tolerant"),
-        pytest.param(8, 4.0, True, "exact", marks=pytest.mark.slow),
-    ],
-)
-def test_processes_equal_the_dense_layer_in_fp64(
-    ranks: int, skew: float, delays: bool, kind: str, tmp_path: Path
-) -> None:
-    results = spawn(layer_work, ranks, tmp_path, skew, delays, kind)
-    for result in results:
-        assert not isinstance(result, str), result
-    want = gradients(Case(TOKENS, skew, torch.float64), dense)
-    got = [torch.cat([torch.from_numpy(result[k]) for result in results]) for k in range(5)]
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).abs().max() <= 1e-10 * b.abs().max()
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
-    for result in results:
-        copies, before = result[5:]
-        assert before > 1.1
-        assert copies > 0
-
-
 def refused_work(rank: int, ranks: int) -> list[Any]:
     parallel = ExpertParallel(Collective(), EXPERTS, TOP_K, 4)
     ids = torch.full((4, TOP_K), EXPERTS if rank == 1 else 0)
@@ -149,10 +130,11 @@ def refused_work(rank: int, ranks: int) -> list[Any]:
     return ["nothing was refused"]
 
 
-def test_bad_ids_on_one_rank_stop_all_with_a_message(tmp_path: Path) -> None:
-    first, second = spawn(refused_work, 2, tmp_path)
-    assert first == ["plan: rank 1 refused its ids; its own message says why"]
-    assert second == [f"plan: ids lie in {EXPERTS}..{EXPERTS}; must be in -1..{EXPERTS - 1}"]
+def traffic_work(rank: int, ranks: int) -> list[Any]:
+    """bf16 rows cross as words, rows of odd size as bytes."""
+    x = torch.arange(6, dtype=torch.bfloat16).view(2, 3) + 10 * rank
+    (got,) = Collective().exchange([x], [[1, 1]], [[1, 1]])
+    return [got.float()]
 
 
 def failing_work(rank: int, ranks: int) -> list[Any]:
@@ -168,22 +150,65 @@ def failing_work(rank: int, ranks: int) -> list[Any]:
     return ["went on alone", 0.0]
 
 
-def test_a_rank_that_falls_over_ends_the_others(tmp_path: Path) -> None:
-    first, second = spawn(failing_work, 2, tmp_path)
-    assert "rank 1 fell over" in second
-    message, seconds = first
+# Starting processes takes most of the time, so each group is started once; the last work of `two` ends it.
+TWO: list[Work] = [(layer_work, (4.0, False, "exact")), (refused_work, ()), (traffic_work, ()), (failing_work, ())]
+FOUR: list[Work] = [(layer_work, (4.0, False, "tolerant")), (layer_work, (4.0, True, "exact"))]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    return spawn(TWO, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    return spawn(FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+def check_layer(results: list[Any]) -> None:
+    for result in results:
+        assert not isinstance(result, str), result
+    want = gradients(Case(TOKENS, 4.0, torch.float64), dense)
+    got = [torch.cat([torch.from_numpy(result[k]) for result in results]) for k in range(5)]
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    for result in results:
+        copies, before = result[5:]
+        assert before > 1.1
+        assert copies > 0
+
+
+def test_two_processes_equal_the_dense_layer_in_fp64(two: list[list[Any]]) -> None:
+    check_layer([results[0] for results in two])
+
+
+def test_four_processes_equal_the_dense_layer_in_fp64(four: list[list[Any]]) -> None:
+    check_layer([results[0] for results in four])
+
+
+def test_random_delays_change_nothing(four: list[list[Any]]) -> None:
+    check_layer([results[1] for results in four])
+
+
+@pytest.mark.slow
+def test_eight_processes_equal_the_dense_layer_in_fp64(tmp_path: Path) -> None:
+    check_layer([results[0] for results in spawn([(layer_work, (4.0, True, "exact"))], 8, tmp_path)])
+
+
+def test_bad_ids_on_one_rank_stop_all_with_a_message(two: list[list[Any]]) -> None:
+    assert two[0][1] == ["plan: rank 1 refused its ids; its own message says why"]
+    assert two[1][1] == [f"plan: ids lie in {EXPERTS}..{EXPERTS}; must be in -1..{EXPERTS - 1}"]
+
+
+def test_narrow_rows_arrive_whole(two: list[list[Any]]) -> None:
+    assert two[0][2][0].tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert two[1][2][0].tolist() == [[3, 4, 5], [13, 14, 15]]
+
+
+def test_a_rank_that_falls_over_ends_the_others(two: list[list[Any]]) -> None:
+    message, seconds = two[0][3]
+    assert "rank 1 fell over" in two[1][3]
     assert "Error" in message
     assert seconds < 31
-
-
-def traffic_work(rank: int, ranks: int) -> list[Any]:
-    """bf16 rows and weights cross as words."""
-    x = torch.arange(6, dtype=torch.bfloat16).view(2, 3) + 10 * rank
-    (got,) = Collective().exchange([x], [[1, 1]], [[1, 1]])
-    return [got.float()]
-
-
-def test_narrow_rows_arrive_whole(tmp_path: Path) -> None:
-    first, second = spawn(traffic_work, 2, tmp_path)
-    assert first[0].tolist() == [[0, 1, 2], [10, 11, 12]]
-    assert second[0].tolist() == [[3, 4, 5], [13, 14, 15]]

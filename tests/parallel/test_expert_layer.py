@@ -101,6 +101,63 @@ def dense_value(case: Case) -> torch.Tensor:
     return gradients(case, dense)[0]
 
 
+# fp32: sums of 24 or 32 products, in grouped products whose order may depend on the other rows.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+def test_the_fast_experts_within_rounding(dtype: torch.dtype, tolerance: float) -> None:
+    case = Case(tokens=48, skew=3.0, dtype=dtype)
+    parallel = ExpertParallel(Local(4), EXPERTS, TOP_K, 12, align=8)
+
+    def layer(x: torch.Tensor, routing: moe.Routing, weights: Dense) -> torch.Tensor:
+        planned = parallel.plan(routing.ids_TJ.split(12))
+        return expert.balanced_experts(parallel, x, routing.weights_TJ, weights, planned, ACT)
+
+    for a, b in zip(gradients(case, layer), gradients(Case(48, 3.0, F64), dense), strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_one_token_a_rank_and_padded_ids() -> None:
+    """A decoding step: 8 ranks, batch slots of which some are empty."""
+    case = Case(tokens=16, skew=4.0, dtype=F64)
+    x, logits, gate_up, down = (t.detach() for t in case.leaves())
+    routing = moe.route(logits, case.bias, TOP_K, 1.0)
+    live = torch.arange(16) % 2 == 0
+    ids = routing.ids_TJ.masked_fill(~live.unsqueeze(1), -1)
+    x = x.masked_fill(~live.unsqueeze(1), float("nan"))
+    parallel = ExpertParallel(Local(8), EXPERTS, TOP_K, 2)
+    planned = parallel.plan(ids.split(2))
+    y = expert.balanced_experts(parallel, x, routing.weights_TJ, Dense(gate_up, down), planned, ACT, exact=True)
+    part = moe.Routing(routing.ids_TJ[live], routing.weights_TJ[live], routing.scores_TE[live], None)
+    assert torch.equal(y[live], dense(x[live], part, Dense(gate_up, down)))
+    assert torch.equal(y[~live], torch.zeros_like(y[~live]))
+    stats = parallel.stats(planned, 1, 1)
+    assert (stats.rows, stats.residual, stats.after) == (8 * TOP_K, 0, 1.0)
+
+
+def test_the_five_steps_by_hand() -> None:
+    case = Case(tokens=32, skew=4.0, dtype=F64)
+    x, logits, gate_up, down = (t.detach() for t in case.leaves())
+    routing = moe.route(logits, case.bias, TOP_K, 1.0)
+    parallel = ExpertParallel(Local(4), EXPERTS, TOP_K, 8)
+    own = list(zip(gate_up.split(4), down.split(4), strict=True))
+    planned = parallel.plan(routing.ids_TJ.split(8))
+    rows = parallel.dispatch(x.split(8), planned)
+    copies = parallel.prefetch(own, planned)
+    for rank in range(4):
+        both = [torch.cat(pair) for pair in zip(own[rank], copies.weights(rank), strict=True)]
+        rows[rank] = moe.experts(rows[rank], Dense(*both), planned.plan.ends_RG[rank], ACT, exact=True)
+    y = torch.cat(parallel.combine(rows, routing.weights_TJ.split(8), planned))
+    assert torch.equal(y, dense(x, routing, Dense(gate_up, down)))
+    # Rank r's copies have the gradient 10^r, so the home sees who computed its experts.
+    ones = [tuple(torch.ones_like(t) for t in pair) for pair in own]
+    theirs = [tuple(torch.full((4, *t.shape[1:]), 10.0**r, dtype=F64) for t in own[0]) for r in range(4)]
+    summed = parallel.reduce_grads(ones, theirs, planned)
+    for e in range(EXPERTS):
+        want = 1 + sum(10.0**r for r in range(4) if e in planned.slots[r])
+        for k in range(2):
+            assert summed[e // 4][k][e % 4].unique().tolist() == [want]
+    assert any(planned.slots)
+
+
 def test_bf16_is_as_close_as_the_dense_layer() -> None:
     case, wide = Case(40, 3.0, torch.bfloat16), Case(40, 3.0, F64)
     truth = gradients(wide, dense)
@@ -233,7 +290,7 @@ def test_buffers_do_not_depend_on_the_routing() -> None:
 
 def test_packed_experts_are_copied_packed() -> None:
     case = Case(tokens=32, skew=3.0, dtype=F32)
-    x, logits, *_ = case.leaves()
+    logits = case.leaves()[1]
     gate_up, down = torch.randn(EXPERTS, 64, 32), torch.randn(EXPERTS, 32, 32)
     packed = Packed(*encode_mxfp4(gate_up), *encode_mxfp4(down))
     routing = moe.route(logits, case.bias, TOP_K, 1.0)
@@ -270,6 +327,18 @@ def test_the_module_plans_runs_and_reports() -> None:
         layer(x, routing.ids_TJ, routing.weights_TJ, tokens=[30])
 
 
+def test_a_second_derivative_is_refused() -> None:
+    case = Case(tokens=8, skew=0.0, dtype=F64)
+    x, logits, gate_up, down = case.leaves()
+    parallel = ExpertParallel(Local(2), EXPERTS, TOP_K, 4)
+    routing = moe.route(logits.detach(), case.bias, TOP_K, 1.0)
+    planned = parallel.plan(routing.ids_TJ.split(4))
+    y = expert.balanced_experts(parallel, x, routing.weights_TJ, Dense(gate_up, down), planned, ACT)
+    (d_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_x.sum().backward()
+
+
 def test_domains_are_reported() -> None:
     case = Case(tokens=32, skew=4.0, dtype=F32)
     ids = moe.route(case.leaves()[1], case.bias, TOP_K, 1.0).ids_TJ.split(8)
@@ -300,5 +369,10 @@ def test_refusals() -> None:
     planned = parallel.plan([good, good])
     with pytest.raises(Error, match="the plan is for 16 tokens of 2 choices"):
         expert.balanced_experts(
-            parallel, torch.zeros(9, 4), torch.zeros(9, 2), Dense(torch.zeros(4, 6, 4), torch.zeros(4, 4, 3)), planned, ACT
+            parallel,
+            torch.zeros(9, 4),
+            torch.zeros(9, 2),
+            Dense(torch.zeros(4, 6, 4), torch.zeros(4, 4, 3)),
+            planned,
+            ACT,
         )

@@ -19,9 +19,7 @@ from perilune.parallel.expert.plan import count
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=120)
-def test_choices_and_rows_are_one_to_one(
-    ranks: int, home: int, top_k: int, align: int, skew: float, seed: int
-) -> None:
+def test_choices_and_rows_are_one_to_one(ranks: int, home: int, top_k: int, align: int, skew: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     experts = ranks * home
     # Ragged, one source empty, repeated ids in a token, some ids of -1.

@@ -10,7 +10,7 @@ from loads import KINDS, away, counts
 
 from perilune import Error
 from perilune.parallel import expert
-from perilune.parallel.expert import RULES, plan_reference, plan_torch
+from perilune.parallel.expert import RULES, plan_reference, plan_torch, planner
 
 LOADS = st.tuples(
     st.sampled_from(KINDS),
@@ -83,6 +83,17 @@ def test_every_rule_is_reached() -> None:
         for seed in range(20):
             seen.add(RULES[plan_reference(counts(kind, 8, 2, 50, seed), expert.exact()).rule])
     assert {"home", "multi-donor", "capped fan-in"} <= seen
+
+
+def test_one_donor_is_taken_where_capped_fan_in_moves_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such load is known, so the other rule is made worse: its moves are done and undone."""
+    c_RE = counts("idle rank", 16, 3, 99, seed=1)
+    assert RULES[plan_reference(c_RE, expert.exact()).rule] == "capped fan-in"
+    greedy = planner._greedy
+    monkeypatch.setattr(planner, "_greedy", lambda *args, **options: 40 * greedy(*args, **options))
+    plan = plan_reference(c_RE, expert.exact())
+    assert RULES[plan.rule] == "one-donor"
+    assert torch.equal(plan.alloc_RE, plan_reference(c_RE, expert.one_donor()).alloc_RE)
 
 
 def test_one_idle_rank_of_8_moves_an_eighth() -> None:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from perilune.config import Activation
 from perilune.errors import Error
 from perilune.ops import moe
 from perilune.ops.moe import Dense, Packed
 from perilune.ops.precision import widen
+from perilune.parallel.expert.slots import Copies
 from perilune.parallel.expert.stats import Stats
 from perilune.parallel.expert.steps import ExpertParallel, Planned, Weights
 
@@ -133,10 +135,11 @@ class _Balanced(torch.autograd.Function):
         own = _own(parallel, tensors)
         copies = parallel.prefetch(own, planned)
         for i in range(len(rows)):
-            rows[i] = _compute(run, i, rows[i], own[i], copies.weights(i))
+            rows[i] = _compute(run, i, rows[i], own[i], _used(planned, parallel, i, copies))
         return torch.cat(parallel.combine(rows, weights_TJ.split(sizes), planned))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_y_TL: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TL, weights_TJ, *tensors = ctx.saved_tensors
         parallel, planned, _, _, kind = ctx.run
@@ -149,18 +152,18 @@ class _Balanced(torch.autograd.Function):
         d_rows, d_weight, d_own, d_copies = [], [], [], []
         for i in range(len(rows)):
             leaves = [rows[i].detach().requires_grad_()]
+            mine, theirs = own[i], _used(planned, parallel, i, copies)
             if kind is Dense:
-                leaves += [t.detach().requires_grad_() for t in (*own[i], *copies.weights(i))]
-                mine, theirs = leaves[1:3], leaves[3:]
-            else:
-                mine, theirs = list(own[i]), list(copies.weights(i))
+                leaves += [t.detach().requires_grad_() for t in (*mine, *theirs)]
+                mine, theirs = tuple(leaves[1:3]), tuple(leaves[3:])
             with torch.enable_grad():
-                out_NL = _compute(ctx.run, i, leaves[0], tuple(mine), tuple(theirs))
+                out_NL = _compute(ctx.run, i, leaves[0], mine, theirs)
             used = int(planned.plan.ends_RG[parallel.transport.held[i], -1])
             d_wide_NL = widen(d_out[i])
             d_weight_N = (d_wide_NL[:used] * out_NL.detach()[:used]).sum(-1)
             d_weight.append(_lengthen(d_weight_N.to(weights_TJ.dtype), parallel.rows))
             d_out_NL = (d_wide_NL * w_rows[i].unsqueeze(-1)).to(out_NL.dtype)
+            # A rank without copies has leaves of no expert that nothing depends on.
             grads = torch.autograd.grad(out_NL, leaves, d_out_NL, materialize_grads=True)
             d_rows.append(grads[0])
             d_own.append(grads[1:3])
@@ -179,14 +182,20 @@ def _compute(run: Any, held_index: int, rows_NL: torch.Tensor, own: Weights, cop
     parallel, planned, activation, exact, kind = run
     rank = parallel.transport.held[held_index]
     ends_G, cut = planned.plan.ends_RG[rank], planned.own_rows[rank]
-    home = parallel.home
-    if not planned.slots[rank]:
+    home, used = parallel.home, len(planned.slots[rank])
+    if not used:
         return moe.experts(rows_NL, kind(*own), ends_G[:home], activation, exact=exact)
     parts = [
         moe.experts(rows_NL[:cut], kind(*own), ends_G[:home], activation, exact=exact),
-        moe.experts(rows_NL[cut:], kind(*copies), ends_G[home:] - cut, activation, exact=exact),
+        moe.experts(rows_NL[cut:], kind(*copies), ends_G[home : home + used] - cut, activation, exact=exact),
     ]
     return torch.cat(parts)
+
+
+def _used(planned: Planned, parallel: ExpertParallel, held_index: int, copies: Copies) -> Weights:
+    """The slots that hold something: no gradients are made for the others."""
+    used = len(planned.slots[parallel.transport.held[held_index]])
+    return tuple(t[:used] for t in copies.weights(held_index))
 
 
 def _tensors(weights: Dense | Packed) -> Weights:

@@ -94,7 +94,11 @@ def destinations(plan: Plan, ids_TJ: torch.Tensor, rank: int) -> tuple[torch.Ten
     id_n = id_n.clamp(min=0)
     kept_n = local_RE[rank].gather(0, id_n)
     remote_n = index_n - kept_n + begin_E.gather(0, id_n)
-    rank_n = (end_RE.index_select(1, id_n) <= remote_n).sum(0).clamp(max=plan.ranks - 1)
+    # One search over the number lines of all experts laid end to end.
+    length = plan.counts_RE.sum() + 1
+    ends_ER = end_RE.t() + torch.arange(experts, device=id_n.device).unsqueeze(1) * length
+    rank_n = torch.searchsorted(ends_ER.reshape(-1), id_n * length + remote_n, right=True) - id_n * plan.ranks
+    rank_n = rank_n.clamp(0, plan.ranks - 1)
     at_n = rank_n * experts + id_n
     before_n = (end_RE - (plan.alloc_RE - local_RE)).view(-1).gather(0, at_n)
     row_n = local_RE.view(-1).gather(0, at_n) + remote_n - before_n

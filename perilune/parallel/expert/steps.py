@@ -165,6 +165,9 @@ class ExpertParallel:
     def prefetch(self, weights: Sequence[Weights], planned: Planned) -> Copies:
         """weights: tensors [M, ...] of each rank's own experts -> copies in the slots that the plan asks for."""
         held = self.transport.held
+        if not any(planned.slots):
+            # Known to all ranks, so none of them sends.
+            return self.pool.fill([[t[:0] for t in own] for own in weights], self.slots)
         wanted = [[self._wanted(planned, home, rank) for rank in range(self.transport.ranks)] for home in held]
         sent = [[len(ids) for ids in row] for row in wanted]
         received = [[len(self._wanted(planned, home, r)) for home in range(self.transport.ranks)] for r in held]
@@ -211,6 +214,8 @@ class ExpertParallel:
         Added in max(fp32, dtype) and cast once.
         """
         held, ranks = self.transport.held, self.transport.ranks
+        if not any(planned.slots):
+            return list(own)
         back = [[self._wanted(planned, home, rank) for rank in range(ranks)] for home in held]
         received = [[len(ids) for ids in row] for row in back]
         sent = [[len(self._wanted(planned, home, r)) for home in range(ranks)] for r in held]

@@ -6,7 +6,7 @@ from perilune.errors import Error
 
 
 class Arena:
-    """`capacity` pages with ids 0 .. capacity - 1. A page can have several holders; the last one to free it frees it."""
+    """`capacity` pages with ids 0 .. capacity - 1. A page can have several holders; the last one frees it."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:

@@ -16,9 +16,10 @@ from perilune.serve.cache.chain import Chain
 from perilune.serve.cache.eviction import Eviction, Victims
 from perilune.serve.cache.geometry import Geometry
 from perilune.serve.cache.placement import Mark, Placement
-from perilune.serve.cache.tree import DEVICE, HOST, Match, Node, Tree
+from perilune.serve.cache.tree import DEVICE, HOST, QUARANTINED, Match, Node, Tree
 
 SWEEP = 64  # acquisitions between two counts of ages
+REORDER = 16  # acquisitions between two orders of eviction
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ class PrefixCache:
         device_bytes: int,
         host_bytes: int = 0,
         placement: Placement | None = None,
-        eviction: str = "auto",
+        eviction: str | Eviction = "auto",
         copy: Callable[[Copy], None] = lambda _: None,
     ) -> None:
         self.geometry = geometry
         self.placement = placement or Placement()
-        self.eviction = Eviction(eviction)
+        self.eviction = Eviction(eviction) if isinstance(eviction, str) else eviction
         self.tree = Tree(geometry.match_unit, geometry.page_tokens)
         self.arenas = (Arena(device_bytes // geometry.page_bytes), Arena(host_bytes // geometry.page_bytes))
         self._copy = copy
@@ -106,6 +107,7 @@ class PrefixCache:
         self._generations: list[int] = []
         self._idle_handles: list[int] = []
         self._acquired = 0
+        self._orders: list[Victims | None] = [None, None]
         self.moved = [0, 0]  # pages written back to the host, fetched from it
 
     # --- a request's verbs
@@ -199,13 +201,13 @@ class PrefixCache:
         last: Node | None = None
         for mark, state in zip(stage.marks, stage.states, strict=True):
             node = self._insert(stage, mark.depth, taken, now)
-            if node is None:
+            if node is None or node.kind == QUARANTINED:
                 self.arenas[DEVICE].free(state)
                 continue
             last = node
             if node.state is None:
                 node.state = state
-                node.kind, node.origin, node.turn, node.used, node.born = mark.kind, mark.origin, stage.turn, now, now
+                node.kind, node.origin, node.turn, node.used, node.seen = mark.kind, mark.origin, stage.turn, now, now
                 node.bucket = -1
             else:
                 self.arenas[DEVICE].free(state)
@@ -243,6 +245,8 @@ class PrefixCache:
         self._generations[lease.handle] += 1
         self._idle_handles.append(lease.handle)
         for node in lease.nodes:
+            if node.kind == QUARANTINED:
+                self._bury(node)
             self._tidy(node)
 
     def expire(self, now: float) -> list[Lease]:
@@ -257,20 +261,21 @@ class PrefixCache:
 
         Leased checkpoints lose their place at once, and their pages when they are released.
         """
-        node, i, dropped = self.tree.root, 0, 0
-        while i < len(chain.keys) and (child := node.children.get(chain.keys[i])) is not None:
+        node, i, tops = self.tree.root, 0, list[Node]()
+        while not tops:
+            tops = [tail for tail in node.tails.values() if tail.end > depth]
+            child = node.children.get(chain.keys[i]) if i < len(chain.keys) else None
+            if child is None:
+                break
             node, i = child, i + len(child.keys)
             if node.end > depth:
-                break
-        if node.end <= depth:
-            return 0
-        for below in [*self._subtree(node)][::-1]:
-            if not below.pins and not any(True for _ in below.below()):
-                self._remove(below)
-                dropped += 1
-            elif below.state is not None and not below.pins:
-                self._drop_state(below)
-        return dropped
+                tops.append(node)
+        found = [below for top in tops for below in self._subtree(top)]
+        for below in found[::-1]:
+            if below.parent is not None:  # not gone already with what hung below it
+                below.kind = QUARANTINED
+                self._bury(below)
+        return len(found)
 
     # --- reading
 
@@ -325,13 +330,14 @@ class PrefixCache:
     def _fill(self, node: Node, stage: Stage, taken: set[int], now: float) -> None:
         size = self.geometry.page_tokens
         first = node.start // size - stage.start // size
-        assert first >= 0 and node.start >= stage.start
+        assert first >= 0
+        assert node.start >= stage.start
         node.pages = stage.pages[first : first + self.geometry.kv_pages(node.start, node.end)]
         for page in node.pages[:1] + node.pages[-1:] if len(node.pages) > 1 else node.pages:
             if page in taken:  # a page across a cut has a holder on both sides
                 self.arenas[DEVICE].share(page)
         taken.update(node.pages)
-        node.used = node.born = now
+        node.used = node.seen = now
         node.tier = DEVICE
         self._nodes[DEVICE][node] = None
 
@@ -368,18 +374,29 @@ class PrefixCache:
         if arena.free_pages < count:
             if count > arena.capacity:
                 return None
-            candidates = [node for node in self._nodes[tier] if self._candidate(node, tier)]
-            victims = self.eviction.order(
-                candidates, now, lambda node: self._frees(node), lambda node: self._candidate(node, tier)
-            )
             while arena.free_pages < count:
+                victims = self._victims(tier, now)
                 found = next(victims, None)
-                if found is None:
+                if found is None and victims.fresh:
                     return None
-                victim, rivals = found
-                self.eviction.evicted(victim, rivals)
-                self._evict(victim, tier, now, victims)
+                if found is None:
+                    self._orders[tier] = None
+                    continue
+                victims.fresh = False
+                self.eviction.evicted(*found, self._frees)
+                self._evict(found[0], tier, now, victims)
         return arena.allocate(count)
+
+    def _victims(self, tier: int, now: float) -> Victims:
+        """The order of eviction of a tier, made anew every few requests."""
+        victims = self._orders[tier]
+        if victims is None or victims.made + REORDER <= self._acquired:
+            candidates = [node for node in self._nodes[tier] if self._candidate(node, tier)]
+            victims = self.eviction.order(candidates, now, self._frees, lambda node: self._candidate(node, tier))
+            victims.made = self._acquired
+            self._orders[tier] = victims
+        victims.now = now
+        return victims
 
     def _candidate(self, node: Node, tier: int) -> bool:
         held = node.tier != tier or node.pins or node.parent is None
@@ -407,8 +424,8 @@ class PrefixCache:
         while True:
             parent = node.parent
             assert parent is not None
-            back = tier == DEVICE and self.arenas[HOST].capacity > 0 and self._write_back(node, now)
-            if not back:
+            worth = tier == DEVICE and self.arenas[HOST].capacity > 0 and (node.state is not None or node.degree > 0)
+            if not (worth and self._write_back(node, now)):
                 for below in [*self._subtree(node)][::-1]:
                     self._remove(below, tidy=False)
             if parent.parent is None:
@@ -463,10 +480,18 @@ class PrefixCache:
         return True
 
     def _drop_state(self, node: Node) -> None:
-        assert node.state is not None and not node.pins
+        assert node.state is not None
+        assert not node.pins
         self.arenas[node.tier].free(node.state)
         node.state = None
         self._tidy(node)
+
+    def _bury(self, node: Node) -> None:
+        """Drop what a quarantined node holds as soon as nobody leases it."""
+        if not node.pins and node.state is not None:
+            self._drop_state(node)
+        elif not node.pins and not node.degree and node.parent is not None:
+            self._remove(node)
 
     def _remove(self, node: Node, tidy: bool = True) -> None:
         assert not node.pins

@@ -6,7 +6,7 @@ inner checkpoint) and octave of age, how many segments reached that age and how 
 
 When the two would evict different segments, the one evicted leaves a ghost (its key and its rival). If the ghost is
 asked for first, the ruling order has lost the tokens that it would have saved; if the rival is used first, the other
-order would have lost the rival's. The order with the smaller decayed loss rules.
+order would have lost the rival's, both counted in tokens a page freed. Losses decay.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from perilune.serve.cache.tree import Node
 ORDERS = ("gain", "lru")
 PRIOR = 8.0  # segments of the prior of a class
 PRIOR_REUSE = 0.3  # of them, those reused within an octave of age
+MARGIN = 1.25  # gain rules until it has lost so much more: the duel sees single evictions, gain looks further
 DECAY = 0.998  # of losses, a duel
 GHOSTS = 65536
 
 
 @dataclass(eq=False)
 class Ghost:
-    """A segment evicted although the other order would have evicted `rival`."""
+    """A segment evicted in another's place: tokens saved a page of both."""
 
     ruler: int
-    tokens: int
-    rival_tokens: int
+    tokens: float
+    rival_tokens: float
     open: bool = True
 
 
@@ -51,18 +52,28 @@ class Eviction:
     @property
     def ruler(self) -> int:
         """Index into ORDERS of the order that decides now."""
-        return ORDERS.index(self.policy) if self.policy != "auto" else int(self.loss[0] > self.loss[1])
+        return ORDERS.index(self.policy) if self.policy != "auto" else int(self.loss[0] > MARGIN * self.loss[1])
 
     def used(self, node: Node, now: float) -> None:
-        """A request was served from this node's checkpoint."""
+        """A request was served from this node's checkpoint; everything above it was passed through."""
         self._grow(node, now)
-        self._reused[_class(node), _octave(now - node.used)] += 1
-        node.used, node.bucket = now, -1
+        self._reused[_class(node), _octave(now - node.seen)] += 1
+        node.used = now
         for ghost in node.ghosts:
             if ghost.open:
                 self._lost(1 - ghost.ruler, ghost.rival_tokens)
                 ghost.open = False
         node.ghosts.clear()
+        self.passed(node, now)
+
+    def passed(self, node: Node, now: float) -> None:
+        """A request went by here and further down: an age begins anew for the node and all above it."""
+        above: Node | None = node
+        while above is not None:
+            if above.state is not None:
+                self._grow(above, now)
+            above.seen, above.bucket = now, -1
+            above = above.parent
 
     def asked(self, keys: Iterable[tuple[int, Hashable]]) -> None:
         """(depth, key) of the prefixes of a request that were not served."""
@@ -88,28 +99,28 @@ class Eviction:
     def scores(self, node: Node, now: float, pages: Callable[[Node], int]) -> tuple[float, float]:
         rate = 0.0
         if node.state is not None:
-            kind, octave = _class(node), _octave(now - node.used)
+            kind, octave = _class(node), _octave(now - node.seen)
             reused = self._reused.get((kind, octave), 0.0) + PRIOR * PRIOR_REUSE
             rate = reused / (self._reached.get((kind, octave), 0.0) + PRIOR) / 2**octave
-        return _tokens(node) * rate / max(1, pages(node)), node.used
+        return tokens_saved(node) * rate / max(1, pages(node)), node.used
 
-    def evicted(self, node: Node, rivals: tuple[Node, Node]) -> None:
+    def evicted(self, node: Node, rivals: tuple[Node, Node], pages: Callable[[Node], int]) -> None:
         """Keep a ghost of a segment about to be evicted if the two orders disagree; rivals: the choice of each."""
         rival = rivals[1 - self.ruler]
         if self.policy != "auto" or rival is node or not node.keys or rival.state is None or node.state is None:
             return
-        ghost = Ghost(self.ruler, _tokens(node), _tokens(rival))
+        ghost = Ghost(self.ruler, tokens_saved(node) / max(1, pages(node)), tokens_saved(rival) / max(1, pages(rival)))
         self._ghosts[node.end, node.keys[-1]] = ghost
         rival.ghosts.append(ghost)
         if len(self._ghosts) > GHOSTS:
             self._ghosts.popitem(last=False)
 
-    def _lost(self, order: int, tokens: int) -> None:
+    def _lost(self, order: int, tokens: float) -> None:
         self.loss = [loss * DECAY for loss in self.loss]
         self.loss[order] += tokens
 
     def _grow(self, node: Node, now: float) -> None:
-        octave = _octave(now - node.used)
+        octave = _octave(now - node.seen)
         if node.bucket < octave:
             kind = _class(node)
             for reached in range(node.bucket + 1, octave + 1):
@@ -129,12 +140,17 @@ class Victims(Iterator[tuple[Node, tuple[Node, Node]]]):
         valid: Callable[[Node], bool],
     ) -> None:
         self._valid = valid
-        self._score = lambda node: eviction.scores(node, now, pages)
+        self.made, self.fresh = 0, True
+        self.now = now
+        self._eviction, self._pages = eviction, pages
         self._ruler = eviction.ruler
         scored = [(self._score(node), node.number, node) for node in nodes]
         self._heaps = [[(score[order], number, node) for score, number, node in scored] for order in (0, 1)]
         for heap in self._heaps:
             heapq.heapify(heap)
+
+    def _score(self, node: Node) -> tuple[float, float]:
+        return self._eviction.scores(node, self.now, self._pages)
 
     def add(self, node: Node) -> None:
         """A node whose eviction frees more than before."""
@@ -169,9 +185,9 @@ def _octave(age: float) -> int:
     return int(1 + max(0.0, age)).bit_length() - 1
 
 
-def _tokens(node: Node) -> int:
+def tokens_saved(node: Node) -> int:
     """Prefill tokens that this checkpoint saves over the one before it."""
     return node.end - node.base().end
 
 
-__all__ = ["ORDERS", "Eviction"]
+__all__ = ["ORDERS", "Eviction", "Victims", "tokens_saved"]

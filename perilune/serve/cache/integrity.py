@@ -36,7 +36,8 @@ def check_integrity(cache: PrefixCache) -> None:
 
 def _check_node(cache: PrefixCache, node: Node) -> None:
     geometry, parent = cache.geometry, node.parent
-    assert parent is not None and node.start == parent.end < node.end
+    assert parent is not None
+    assert node.start == parent.end < node.end
     assert len(node.pages) == geometry.kv_pages(node.start, node.end), f"node {node.number} has a wrong number of pages"
     assert node.state is None or len(node.state) == geometry.state_pages
     assert parent.tier <= node.tier or parent.parent is None, f"node {node.number} is above its parent's tier"
@@ -44,7 +45,9 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
         assert node.end - node.start == len(node.keys) * geometry.match_unit
         assert parent.children[node.keys[0]] is node
     else:
-        assert parent.tails[node.tail] is node and not node.degree and 0 < node.tail[0] < geometry.match_unit
+        assert parent.tails[node.tail] is node
+        assert not node.degree
+        assert 0 < node.tail[0] < geometry.match_unit
     assert node.degree or node.state is not None or node.pins, f"node {node.number} holds KV that serves nobody"
 
 

@@ -28,7 +28,8 @@ class Placement:
 
     min_fork: least tokens that a fork saves over the checkpoint before it. turn_end: whether turns leave a state.
     keep: checkpoints that stay on a path without forks, counted from its end; 0 keeps all.
-    every: one more checkpoint after so many tokens; 0 is none.
+    every: one more checkpoint after so many computed tokens; 0 is none. prompt_end: whether the prompt's end gets one
+    although the turn's end does.
     """
 
     guard: int = 0
@@ -36,6 +37,7 @@ class Placement:
     turn_end: bool = True
     keep: int = 2
     every: int = 0
+    prompt_end: bool = True
 
     def plan(
         self, match: Match, prompt: int, total: int, grid: int, exact: bool = False, marks: Sequence[int] = ()
@@ -48,8 +50,8 @@ class Placement:
         end = floor(prompt - 1, grid)
         wanted = {floor(mark, grid): "mark" for mark in marks if mark < prompt}
         if self.every:
-            first = floor(match.depth, self.every) + self.every
-            wanted |= dict.fromkeys(range(first, end, self.every), "step")
+            steps = range(match.depth + self.every, end, self.every)
+            wanted |= {floor(step, grid): "step" for step in steps}
         fork = floor(match.kv_depth, grid)
         if fork - match.depth >= self.min_fork and fork < end:
             wanted[fork] = "fork"
@@ -58,7 +60,8 @@ class Placement:
         turn = total if exact else floor(total, grid)
         if self.turn_end and total > prompt and turn > end:
             wanted[turn] = "turn"
-        wanted.setdefault(end, "prompt")
+        if self.prompt_end or "turn" not in wanted.values():
+            wanted.setdefault(end, "prompt")
         return [
             Mark(depth, kind, "decode" if depth > prompt else "prefill")
             for depth, kind in sorted(wanted.items())

@@ -16,17 +16,17 @@ from typing import Any
 from perilune.serve.cache.chain import Chain
 
 DEVICE, HOST = 0, 1
+QUARANTINED = "quarantined"  # kind of a node that must not be matched, nor anything below it
 
 
 class Node:
     """One edge of the tree and the checkpoint at its end. `state` are the checkpoint's pages, None without one."""
 
     __slots__ = (
-        "born",
         "bucket",
         "children",
-        "ghosts",
         "end",
+        "ghosts",
         "keys",
         "kind",
         "number",
@@ -34,6 +34,7 @@ class Node:
         "pages",
         "parent",
         "pins",
+        "seen",
         "start",
         "state",
         "tail",
@@ -57,7 +58,7 @@ class Node:
         self.pins = 0
         self.kind = ""
         self.origin = "prefill"
-        self.used = self.born = 0.0
+        self.used = self.seen = 0.0
         self.turn = 0
         self.bucket = -1
         self.ghosts: list[Any] = []
@@ -114,10 +115,11 @@ class Tree:
                 for (length, digest), leaf in node.tails.items():
                     end = node.end + length
                     known = best_depth < end <= min(limit, chain.length) and leaf.tier <= tier
+                    known = known and leaf.kind != QUARANTINED
                     if known and chain.tokens is not None and chain.tail(end) == digest:
                         best, best_depth = leaf, end
             child = node.children.get(keys[i]) if i < len(keys) else None
-            if child is None or child.tier > tier:
+            if child is None or child.tier > tier or child.kind == QUARANTINED:
                 break
             same = len(child.keys)
             if keys[i : i + same] != child.keys:
@@ -134,9 +136,10 @@ class Tree:
 
         Returns the upper node and the page that both hold now, if the cut is inside a page.
         """
-        assert 0 < units < len(node.keys) and node.parent is not None
+        assert 0 < units < len(node.keys)
+        assert node.parent is not None
         upper = self.add(node.parent, node.keys[:units])
-        upper.tier, upper.used, upper.born, upper.turn = node.tier, node.used, node.born, node.turn
+        upper.tier, upper.used, upper.seen, upper.turn = node.tier, node.used, node.seen, node.turn
         node.keys, node.parent, node.start = node.keys[units:], upper, upper.end
         upper.children[node.keys[0]] = node
         whole = upper.end // self.page_tokens - upper.start // self.page_tokens
@@ -145,7 +148,7 @@ class Tree:
         return upper, (node.pages[0] if inside else None)
 
     def merge(self, node: Node) -> int | None:
-        """Join a stateless node with its only child, which survives. Returns a page with one holder too many, if any."""
+        """Join a stateless node with its only child, which survives. Returns a page that has one holder too many."""
         (child,) = node.children.values()
         # Both have the page of a cut inside a page; the child's holds the rows of both, whether shared or its own copy.
         spare = node.pages.pop() if node.end % self.page_tokens else None
@@ -170,7 +173,8 @@ class Tree:
 
     def detach(self, node: Node) -> None:
         """Take a node without anything below it out of the tree."""
-        assert node.parent is not None and not node.degree
+        assert node.parent is not None
+        assert not node.degree
         if node.tail is not None:
             del node.parent.tails[node.tail]
         else:
@@ -188,4 +192,4 @@ def common(left: object, right: object) -> int:
     return same
 
 
-__all__ = ["DEVICE", "HOST", "Match", "Node", "Tree"]
+__all__ = ["DEVICE", "HOST", "QUARANTINED", "Match", "Node", "Tree"]

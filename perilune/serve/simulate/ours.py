@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perilune.serve.cache import Chain, Geometry, Placement, PrefixCache
+from perilune.serve.cache import Chain, Eviction, Geometry, Placement, PrefixCache
 from perilune.serve.simulate.replay import Served
 from perilune.serve.simulate.traces import Request
 
@@ -16,7 +16,7 @@ class Perilune:
         device_bytes: int,
         host_bytes: int = 0,
         placement: Placement | None = None,
-        eviction: str = "auto",
+        eviction: str | Eviction = "auto",
         name: str = "perilune",
     ) -> None:
         self.name = name

@@ -18,7 +18,7 @@ import heapq
 import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class Trace:
     unit: int
 
 
-def read(path: str | Path, unit: int | None = None, offsets: str | Path | None = None, limit: int | None = None) -> Trace:
+def read(
+    path: str | Path, unit: int | None = None, offsets: str | Path | None = None, limit: int | None = None
+) -> Trace:
     """Read a trace of either format. unit: tokens of a key, a multiple of the trace's own (the default).
 
     offsets: a JSON file whose `offset_s` says when each session starts; without it sessions of an agentic trace follow
@@ -92,7 +94,9 @@ def _offsets(path: str | Path | None) -> list[float] | None:
     try:
         return [float(at) for at in json.loads(Path(path).read_text(encoding="utf-8"))["offset_s"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Error(f"offsets {str(path)!r} must be a JSON object with 'offset_s', a list of numbers: {error}") from None
+        raise Error(
+            f"offsets {str(path)!r} must be a JSON object with 'offset_s', a list of numbers: {error}"
+        ) from None
 
 
 def _fit(unit: int | None, block: int) -> int:
@@ -111,7 +115,7 @@ def _agentic(rows: list[dict[str, Any]], unit: int | None, offsets: list[float] 
         begin = start if offsets is None else offsets[number]
         sessions.append(_session(row["requests"], number, begin, block, unit))
         start = begin + max(request.at - begin for request in sessions[-1]) + 1
-    ordered = heapq.merge(*sessions, key=lambda request: request.at) if offsets is not None else sum(sessions, [])
+    ordered = heapq.merge(*sessions, key=lambda request: request.at) if offsets is not None else chain(*sessions)
     return Trace(list(ordered), unit)
 
 
