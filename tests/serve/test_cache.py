@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from perilune.serve.cache import (
     Mark,
     Placement,
     PrefixCache,
+    Stage,
     check_integrity,
 )
 
@@ -335,3 +338,52 @@ def test_any_interleaving_hits_only_what_was_written(
         cache.release(lease)
     check_integrity(cache)
     assert cache.leases == 0
+
+
+def test_the_shortest_prefix_that_can_hit_is_known() -> None:
+    cache = PrefixCache(Geometry.of("kimi-k3", match_unit=512), 10**10)
+    shortest = cache.min_hittable_tokens()
+    tokens = list(range(shortest + 1))
+    assert request(cache, tokens) == 0
+    assert request(cache, tokens, 1) == shortest == 512
+
+
+def lifetimes(count: int) -> None:
+    """Random requests that fork, extend, abort and expire: afterwards nothing is leaked."""
+    draw = random.Random(0)
+    cache = PrefixCache(SMALL, 400, 400)
+    running: list[tuple[Lease, Stage | None]] = []
+    for now in range(count):
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 40))]
+        lease = cache.acquire(chain(tokens), now, deadline=now + draw.randrange(1, 200))
+        marks = cache.plan(lease, draw.randrange(1, len(tokens) + 1), len(tokens), exact=True)
+        running.append((lease, cache.stage(lease, chain(tokens), marks, now)))
+        late = cache.expire(now)
+        running = [(lease, stage) for lease, stage in running if lease not in late]
+        while running and draw.random() < 0.6:
+            lease, stage = running.pop(draw.randrange(len(running)))
+            if not lease.ready and draw.random() < 0.8:
+                cache.arrived(lease)
+            if stage is not None and lease.ready and draw.random() < 0.8:
+                cache.landed(lease, stage, now)
+            cache.release(lease)
+        if now % 500 == 0:
+            check_integrity(cache)
+    for lease, _ in running:
+        cache.release(lease)
+    check_integrity(cache)
+    for node in list(cache.tree.root.below()):
+        for below in [*cache._subtree(node)][::-1]:
+            if below.parent is not None:
+                cache._remove(below, tidy=False)
+    assert [arena.free_pages for arena in cache.arenas] == [arena.capacity for arena in cache.arenas]
+    assert cache.leases == 0
+
+
+def test_random_lifetimes_leak_nothing() -> None:
+    lifetimes(4000)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_random_lifetimes_leak_nothing() -> None:
+    lifetimes(100_000)

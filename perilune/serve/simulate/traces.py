@@ -8,7 +8,7 @@ conversation: one JSON object a line, a request: `timestamp` ms, `input_length`,
 
 Traces do not say what a request's answer hashes to. Where the session's next prompt continues the whole prompt and
 is long enough to hold the answer, the answer is taken to be its next tokens, as models with preserved thinking
-require; otherwise nobody sends the answer again.
+require; otherwise nobody sends the answer again, and it gets keys of its own: a server cannot know that beforehand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import gzip
 import heapq
 import json
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ BLOCK = 512  # of a conversation trace
 
 @dataclass(frozen=True)
 class Request:
-    """One request. keys: of the prompt's whole units and then of the answer's, as far as they are sent again.
+    """One request. keys: of the prompt's whole units and then of the answer's.
 
     at: arrival in seconds. prompt, output: tokens. turn: how many requests of its session came before, if known.
     """
@@ -131,7 +131,7 @@ def _session(requests: list[Any], number: int, begin: float, block: int, unit: i
     found = []
     for turn, (at, prompt, output, *_) in enumerate(requests):
         whole = prompt // block
-        keys = documents[turn][:whole]
+        keys = documents[turn][:whole] + _private(number, turn, (prompt + output) // block - whole)
         if turn + 1 < len(requests) and requests[turn + 1][4] >= whole and requests[turn + 1][1] >= prompt + output:
             keys = documents[turn + 1][: (prompt + output) // block]
         found.append(Request(begin + at, prompt, output, _group(keys, unit // block), turn))
@@ -154,7 +154,7 @@ def _answers(requests: list[Request], rows: list[dict[str, Any]], unit: int) -> 
     """Add each answer's keys where a later prompt continues the request, and the turn that this makes it."""
     last: dict[Hashable, int] = {}  # last whole key of a prompt -> the latest request that ended with it
     turns = [0] * len(requests)
-    keys = [list(request.keys) for request in requests]
+    resent: dict[int, Sequence[Hashable]] = {}
     for number, request in enumerate(requests):
         mine = request.keys
         for i in range(len(mine) - 1, 0, -1):  # the longest earlier prompt; the first block is shared by everybody
@@ -162,15 +162,27 @@ def _answers(requests: list[Request], rows: list[dict[str, Any]], unit: int) -> 
             if before is not None and before != number and len(requests[before].keys) == i + 1:
                 if request.prompt >= requests[before].prompt + requests[before].output:
                     answered = (requests[before].prompt + requests[before].output) // unit
-                    keys[before] = list(mine[:answered])
+                    resent[before] = mine[:answered]
                 turns[number] = turns[before] + 1
                 break
         if mine:
             last[mine[-1]] = number
     return [
-        Request(request.at, request.prompt, request.output, keys[number], turns[number])
-        for number, request in enumerate(requests)
+        replace(request, keys=resent.get(number, request.keys), turn=turns[number])
+        for number, request in enumerate(_with_private(requests, unit))
     ]
+
+
+def _with_private(requests: list[Request], unit: int) -> Iterator[Request]:
+    for number, request in enumerate(requests):
+        more = (request.prompt + request.output) // unit - request.prompt // unit
+        yield replace(request, keys=[*request.keys, *_private(number, 0, more)])
+
+
+def _private(number: int, turn: int, count: int) -> list[int]:
+    """Keys that no other request has: of an answer that is not sent again."""
+    first = -1 - ((number << 20 | turn) << 20)
+    return list(range(first, first - count, -1))
 
 
 def _group(keys: Sequence[int], count: int) -> Sequence[Hashable]:
