@@ -5,20 +5,22 @@
 FOLDER holds agentic.jsonl.gz with agentic-offsets.json (497 sessions of a coding agent, callanjfox/kv-cache-tester,
 re-encoded; Poisson arrivals, one session in 180 s) and conversation.jsonl.gz (12,031 requests of a chat service,
 kvcache-ai/Mooncake FAST25). Kimi-K3, bf16 MLA rows, fp32 state, one device tier, 512-token hashes, GB = 1e9 bytes. One
-process, one thread. `agentic in file order` replays one session after the other.
+thread; the traces run in two processes.
 """
 
 import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
+from multiprocessing import Pool
 from pathlib import Path
 
 import perilune
 from perilune.serve.cache import Geometry
-from perilune.serve.simulate import Policy, Trace, policy, read, replay
+from perilune.serve.simulate import Policy, policy, read, replay
 from perilune.serve.simulate.align import VllmAlign
 from perilune.serve.simulate.ours import Perilune
 
@@ -40,18 +42,22 @@ CACHES: dict[str, Callable[[int], Policy]] = {
 BUDGETS = {
     "conversation": (100, 200, 800),
     "agentic": (100, 200, 400),
-    "agentic in file order": (100, 200),
 }
 
 
-def rows(name: str, trace: Trace) -> Iterator[dict[str, object]]:
-    yield {"trace": name, "cache": "infinite", **asdict(replay(trace, policy("infinite", K3, 0)))}
+def rows(name: str, traces: Path) -> list[dict]:
+    """Every cache at every budget on one trace; the bound first."""
+    offsets = traces / "agentic-offsets.json" if name == "agentic" else None
+    trace = read(traces / f"{name}.jsonl.gz", UNIT, offsets)
+    found = [{"trace": name, "cache": "infinite", **asdict(replay(trace, policy("infinite", K3, 0)))}]
     for budget in BUDGETS[name]:
         for label, make in CACHES.items():
             start = time.perf_counter()
             result = replay(trace, make(budget * 10**9))
             seconds = round(time.perf_counter() - start, 1)
-            yield {"trace": name, "gb": budget, "cache": label, "seconds": seconds, **asdict(result)}
+            found.append({"trace": name, "gb": budget, "cache": label, "seconds": seconds, **asdict(result)})
+            print(name, budget, label, result.token_hit_rate, seconds, flush=True)
+    return found
 
 
 def plot(found: list[dict], path: Path) -> None:
@@ -79,13 +85,8 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("bench/results/cache.json"))
     arguments.add_argument("--plot", type=Path)
     options = arguments.parse_args()
-    found = []
-    for name in BUDGETS:
-        kind = name.split()[0]
-        offsets = options.traces / "agentic-offsets.json" if name == "agentic" else None
-        for row in rows(name, read(options.traces / f"{kind}.jsonl.gz", UNIT, offsets)):
-            found.append(row)
-            print(row["trace"], row.get("gb", ""), row["cache"], row["token_hit_rate"], row.get("seconds"), flush=True)
+    with Pool(len(BUDGETS)) as pool:
+        found = [*chain(*pool.starmap(rows, [(name, options.traces) for name in BUDGETS]))]
     versions = {"python": platform.python_version(), "perilune": perilune.__version__, "machine": platform.machine()}
     facts = {
         "date": time.strftime("%Y-%m-%d"),

@@ -168,6 +168,12 @@ class Transformer(nn.Module):
         if tokens_T.dim() != 1 or tokens_T.is_floating_point():
             raise Error(f"tokens has shape {tuple(tokens_T.shape)} and dtype {tokens_T.dtype}; must be integers [T]")
         sequences.check_total("tokens", tokens_T.shape[0])
+        # On a GPU this would wait for the device.
+        if tokens_T.device.type == "cpu" and tokens_T.numel():
+            low, high = int(tokens_T.min()), int(tokens_T.max())
+            if low < 0 or high >= self.config.vocab_size:
+                bad = low if low < 0 else high
+                raise Error(f"tokens holds id {bad}; the vocabulary is 0..{self.config.vocab_size - 1}")
         sequences = sequences.to(tokens_T.device)
         if state is None:
             return sequences

@@ -196,3 +196,6 @@ def test_starts_must_match_the_states() -> None:
         model(torch.arange(3), Sequences.from_lengths([3], [5]), [empty(model, False)])
     with pytest.raises(Error, match="integers"):
         model(torch.zeros(3), Sequences.from_lengths([3]))
+    for bad in (-1, model.config.vocab_size):
+        with pytest.raises(Error, match=f"tokens holds id {bad}"):
+            model(torch.tensor([0, bad]), Sequences.from_lengths([2]))

@@ -49,6 +49,11 @@ def test_an_agentic_trace_is_decoded(tmp_path: Path) -> None:
     assert third.keys[0] != first.keys[0]  # ids belong to their session
     assert (second.at, third.at) == (5.0, 6.0)
     assert [len(r.keys) for r in read(tmp_path / "plain", unit=128).requests] == [2, 3, 2, 3]
+    long = {"block": 64, "requests": [[0.0, 64, 192, 0, 0, [[1, 1]]], [5.0, 128, 9, 0, 1, [[2, 1]]]]}
+    (tmp_path / "long").write_text(json.dumps(long))
+    first, second = read(tmp_path / "long").requests  # the answer does not fit into the next prompt: nobody sends it
+    assert len(first.keys) == 4
+    assert not set(first.keys[1:]) & set(second.keys)
 
 
 def test_offsets_interleave_sessions() -> None:
@@ -102,8 +107,8 @@ def test_vllm_align_keeps_no_state_of_a_turn_end() -> None:
     cache.serve(Request(0.0, 4 * UNIT + 1, 2 * UNIT, list("abcdef")))
     assert cache.serve(ask("abcdefgh")).device == 4 * UNIT
     ours = Perilune(K3, PLENTY)
-    ours.serve(Request(0.0, 4 * UNIT + 1, 2 * UNIT, list("abcdef")))
-    assert ours.serve(ask("abcdefgh")).device == 6 * UNIT
+    ours.serve(Request(0.0, 4 * UNIT + 1, 3 * UNIT, list("abcdefg")))
+    assert ours.serve(ask("abcdefgh")).device == 7 * UNIT
 
 
 def test_vllm_align_evicts_states_before_the_kv_of_their_request() -> None:

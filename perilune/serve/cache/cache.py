@@ -53,7 +53,7 @@ class Lease:
     deadline: float | None = None
     ready: bool = True
     copies: list[Copy] = field(default_factory=list)
-    moving: list[tuple[Node, int, list[int], list[int]]] = field(default_factory=list)
+    moving: list[tuple[Node, list[int], list[int]]] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
 
     @property
@@ -147,18 +147,13 @@ class PrefixCache:
     def arrived(self, lease: Lease) -> None:
         """The copies of a lease are done: its hit is on the device, for everybody."""
         self._live(lease)
-        device, size = self.arenas[DEVICE], self.geometry.page_tokens
         moving, lease.moving, lease.copies, lease.ready = lease.moving, [], [], True
-        for node, start, pages, state in moving:
-            if node.tier == DEVICE or node.parent is None:  # another request was faster
-                device.free(pages + state)
+        for node, pages, state in moving:
+            if node.tier == DEVICE:  # another request was faster
+                self.arenas[DEVICE].free(pages + state)
                 continue
-            cut = node.start // size - start // size  # split meanwhile: the upper part has been computed again
-            device.free(pages[:cut])
-            if node.state is None:  # evicted meanwhile
-                device.free(state)
             self.arenas[HOST].free(node.pages + (node.state or []))
-            node.pages, node.state = pages[cut:], state if node.state is not None else None
+            node.pages, node.state = pages, state if node.state is not None else None
             self._set_tier(node, DEVICE)
 
     def plan(self, lease: Lease, prompt: int, total: int, exact: bool = False, marks: Sequence[int] = ()) -> list[Mark]:
@@ -237,7 +232,7 @@ class PrefixCache:
         self._live(lease)
         for stage in list(lease.stages):
             self.abandon(lease, stage)
-        for _, _, pages, state in lease.moving:
+        for _, pages, state in lease.moving:
             self.arenas[DEVICE].free(pages + state)
         lease.moving = []
         self._pin(lease, -1)
@@ -307,12 +302,12 @@ class PrefixCache:
                 child = self.tree.add(node, list(keys[i:end]))
                 self._fill(child, stage, taken, now)
             else:
+                if child.tier == HOST and child.pins:
+                    return None
                 same = _common(child.keys, keys, i, end)
                 if same < len(child.keys):
                     child = self._split(child, same)
                 if child.tier == HOST:
-                    if child.pins:
-                        return None
                     self._replace(child, stage, taken, now)
             node, i = child, i + len(child.keys)
         length = depth - end * unit
@@ -356,14 +351,13 @@ class PrefixCache:
         return upper
 
     def _supersede(self, node: Node) -> None:
-        """Keep the last few checkpoints of a path without forks; the end of a turn replaces that of its own prompt."""
+        """Keep the last few checkpoints of a path without forks."""
         kept, above = 1, node.parent
         while self.placement.keep and above is not None and above.parent is not None and above.degree == 1:
             following = above.parent
             if above.state is not None and above.kind != "mark":
-                own = (above.kind, node.kind) == ("prompt", "turn") and above.turn == node.turn
-                kept += not own
-                if (own or kept > self.placement.keep) and not above.pins:
+                kept += 1
+                if kept > self.placement.keep and not above.pins:
                     self._drop_state(above)
             above = following
 
@@ -441,12 +435,13 @@ class PrefixCache:
 
     def _write_back(self, node: Node, now: float) -> bool:
         """Move a device node to the host, KV and state together. False if the host has no room."""
-        held = [below for below in self._subtree(node) if below is not node]
-        for below in held:  # making room must not take what hangs below the node
-            below.pins += 1
+        # Making room must not take what hangs below the node, nor join the node with its parent.
+        held = [*self._subtree(node)] + ([node.parent] if node.parent is not None else [])
+        for near in held:
+            near.pins += 1
         pages = self._allocate(HOST, len(node.pages) + len(node.state or ()), now)
-        for below in held:
-            below.pins -= 1
+        for near in held:
+            near.pins -= 1
         if pages is None:
             return False
         kv, state = pages[: len(node.pages)], pages[len(node.pages) :]
@@ -461,9 +456,11 @@ class PrefixCache:
         size = sum(len(node.pages) + len(node.state or ()) for node in nodes)
         above = nodes[0].parent
         assert above is not None
-        if above.parent is not None:  # the device part of the path must stay until the rest arrives
-            above.pins += 1
-            lease.nodes.insert(0, above)
+        # The whole path stays as it is until the lease ends: its end on the device, and every node that moves.
+        more = nodes[:-1] if above.parent is None else [above, *nodes[:-1]]
+        for node in more:
+            node.pins += 1
+        lease.nodes = [*more, *lease.nodes]
         pages = self._allocate(DEVICE, size, now)
         if pages is None:
             return False
@@ -472,7 +469,7 @@ class PrefixCache:
             kv, state = len(node.pages), len(node.state or ())
             target = pages[i : i + kv], pages[i + kv : i + kv + state]
             lease.copies.append(Copy(HOST, DEVICE, (node.pages, target[0]), (node.state or [], target[1])))
-            lease.moving.append((node, node.start, *target))
+            lease.moving.append((node, *target))
             i += kv + state
         lease.host_depth = nodes[-1].end - nodes[0].start
         lease.ready = False
@@ -511,8 +508,7 @@ class PrefixCache:
             self._remove(node)
         elif node.degree == 1 and node.children:
             (child,) = node.children.values()
-            moving = {moved for lease in self._leases.values() for moved, *_ in lease.moving}
-            if child.tier == node.tier and node not in moving and child not in moving:
+            if child.tier == node.tier:
                 del self._nodes[node.tier][node]
                 spare = self.tree.merge(node)
                 if spare is not None:

@@ -18,7 +18,7 @@ def check_integrity(cache: PrefixCache) -> None:
     pins: Counter[Node] = Counter()
     for lease in cache._leases.values():
         pins.update(lease.nodes)
-        for _, _, pages, state in lease.moving:
+        for _, pages, state in lease.moving:
             held[DEVICE].update(pages + state)
         for stage in lease.stages:
             held[DEVICE].update(stage.pages)

@@ -2,7 +2,7 @@
 
 Kinds: "fork" where a second request was seen to leave the path of a first one; "mark" where the client said so;
 "prompt" at the end of the prompt; "turn" after the last committed token, which is where the next turn of a
-conversation begins again.
+conversation begins again, where the answer is long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Mark:
 class Placement:
     """guard: distance of one more checkpoint before the prompt's end, for prompts rewritten near their end; 0 is none.
 
-    min_fork: least tokens that a fork saves over the checkpoint before it. turn_end: whether turns leave a state.
+    min_fork: least tokens that a fork saves over the checkpoint before it. min_turn: least tokens of an answer
+    whose end gets a state: a shorter one is computed again sooner than a state is worth its bytes.
     keep: checkpoints that stay on a path without forks, counted from its end; 0 keeps all.
     every: one more checkpoint after so many computed tokens; 0 is none. prompt_end: whether the prompt's end gets one
     although the turn's end does.
@@ -34,7 +35,7 @@ class Placement:
 
     guard: int = 0
     min_fork: int = 1
-    turn_end: bool = True
+    min_turn: int = 1024
     keep: int = 2
     every: int = 0
     prompt_end: bool = True
@@ -58,7 +59,7 @@ class Placement:
         if self.guard and end - self.guard > match.depth:
             wanted.setdefault(floor(end - self.guard, grid), "guard")
         turn = total if exact else floor(total, grid)
-        if self.turn_end and total > prompt and turn > end:
+        if total - prompt >= self.min_turn and turn > end:
             wanted[turn] = "turn"
         if self.prompt_end or "turn" not in wanted.values():
             wanted.setdefault(end, "prompt")
