@@ -30,7 +30,8 @@ class Gate:
     def __post_init__(self) -> None:
         if self.mode not in ("safe", "softplus"):
             raise Error(f"gate.mode is {self.mode!r}; allowed: 'safe', 'softplus'")
-        if self.mode == "safe" and (self.lower_bound is None or not -5.0 <= self.lower_bound < 0.0):
+        number = isinstance(self.lower_bound, int | float)
+        if self.mode == "safe" and not (number and -5.0 <= float(self.lower_bound or 0.0) < 0.0):
             raise Error(f"gate.lower_bound is {self.lower_bound}; mode 'safe' needs a number in [-5, 0)")
         if self.mode == "softplus" and self.lower_bound is not None:
             raise Error(f"gate.lower_bound is {self.lower_bound}; mode 'softplus' has none")
@@ -48,8 +49,9 @@ class Activation:
         if self.kind not in ("silu", "situ"):
             raise Error(f"activation.kind is {self.kind!r}; allowed: 'silu', 'situ'")
         for name in ("beta", "linear_beta"):
-            if not getattr(self, name) > 0:
-                raise Error(f"activation.{name} is {getattr(self, name)}; must be > 0")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise Error(f"activation.{name} is {value!r}; must be a number > 0")
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,7 @@ def _check(config: ModelConfig) -> None:
         "mla.qk_rope_head_dim": mla.qk_rope_head_dim,
         "mla.v_head_dim": mla.v_head_dim,
         "moe.num_experts": moe.num_experts,
+        "moe.top_k": moe.top_k,
         "moe.expert_size": moe.expert_size,
         "moe.num_shared_experts": moe.num_shared_experts,
         "max_position_embeddings": config.max_position_embeddings,
@@ -258,22 +261,36 @@ def _check(config: ModelConfig) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise Error(f"{name} is {value!r}; must be an integer >= 1")
-    if sorted(kda.layers + mla.layers) != list(range(config.num_layers)):
+    for name, number in (
+        ("rms_norm_eps", config.rms_norm_eps),
+        ("mla.norm_eps", mla.norm_eps),
+        ("initializer_range", config.initializer_range),
+        ("moe.scaling_factor", moe.scaling_factor),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+            raise Error(f"{name} is {number!r}; must be a number > 0")
+    for name, flag in (
+        ("kda.full_rank_gate", kda.full_rank_gate),
+        ("mla.output_gate", mla.output_gate),
+        ("moe.latent_norm", moe.latent_norm),
+        ("moe.renormalize", moe.renormalize),
+    ):
+        if not isinstance(flag, bool):
+            raise Error(f"{name} is {flag!r}; must be true or false")
+    layers = kda.layers + mla.layers
+    if len(layers) != config.num_layers or sorted(layers) != list(range(config.num_layers)):
         raise Error(
             f"kda.layers and mla.layers (0-based {list(kda.layers)} and {list(mla.layers)}) must cover each of the "
             f"{config.num_layers} layers exactly once"
         )
     if not 1 <= moe.top_k <= moe.num_experts:
         raise Error(f"moe.top_k is {moe.top_k}; must be between 1 and num_experts = {moe.num_experts}")
-    if not 0 <= config.dense_layers <= config.num_layers:
+    if not isinstance(config.dense_layers, int) or not 0 <= config.dense_layers <= config.num_layers:
         raise Error(f"dense_layers is {config.dense_layers}; must be between 0 and num_layers = {config.num_layers}")
     if kda.conv_size != 4:
         raise Error(f"kda.conv_size is {kda.conv_size}; only 4 is supported")
     if moe.latent_norm and moe.latent_size is None:
         raise Error("moe.latent_norm is true but moe.latent_size is None; the norm acts on the latent width")
-    for name, eps in (("rms_norm_eps", config.rms_norm_eps), ("mla.norm_eps", mla.norm_eps)):
-        if not eps > 0:
-            raise Error(f"{name} is {eps}; must be > 0")
     if config.quant is not None:
         width = moe.latent_size or config.hidden_size
         for name, size in (("moe.expert_size", moe.expert_size), ("expert input width", width)):

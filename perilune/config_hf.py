@@ -140,7 +140,9 @@ def render(config: ModelConfig) -> dict[str, Any]:
         text = _new_text(config) | tokens | text
         top = _new_top() | tokens | top if config.family == "kimi_k3" else top
     if quant is not None:
-        homes = {"text.quantization_config"} if config.hf_present is None else config.hf_present
+        homes = config.hf_present or frozenset()
+        if not homes & {"text.quantization_config", "top.quantization_config"}:
+            homes = frozenset({"text.quantization_config"})
         for name, level in (("text", text), ("top", top)):
             if f"{name}.quantization_config" in homes:
                 level["quantization_config"] = copy.deepcopy(quant)
@@ -289,7 +291,11 @@ def _token(data: Mapping[str, Any], text: Mapping[str, Any], key: str) -> int:
     value = text.get(key, data.get(key, 0))
     if isinstance(value, list):
         value = value[0] if value else 0
-    return 0 if value is None else int(value)
+    if value is None:
+        return 0
+    if not isinstance(value, int):
+        raise Error(f"{key} is {value!r}; must be a token id")
+    return value
 
 
 def _check_fixed(text: Mapping[str, Any]) -> None:
@@ -316,6 +322,8 @@ def _read_quant(data: Mapping[str, Any], text: Mapping[str, Any], family: str) -
     quants = list(found.values())
     if any(quant != quants[0] for quant in quants):
         raise Error("quantization_config differs between the top level and text_config; must be the same")
+    if not isinstance(quants[0], Mapping):
+        raise Error(f"quantization_config is {quants[0]!r}; must be a JSON object")
     raw = dict(quants[0])
     rule = raw.pop("perilune_scale_rule", None)
     homes = {f"{name}.quantization_config" for name in found} | ({"perilune_scale_rule"} if rule else set())
@@ -323,8 +331,11 @@ def _read_quant(data: Mapping[str, Any], text: Mapping[str, Any], family: str) -
         raise Error(f"quantization_config.perilune_scale_rule is {rule!r}; allowed: {', '.join(SCALE_RULES)}")
     if raw.get("format") != "mxfp4-pack-quantized":
         raise Error(f"quantization_config.format is {raw.get('format')!r}; supported: 'mxfp4-pack-quantized'")
-    groups = raw.get("config_groups") or {}
-    sizes = {group.get("weights", {}).get("group_size") for group in groups.values()}
+    groups = raw.get("config_groups")
+    weights = (
+        [g.get("weights") for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
+    )
+    sizes = {w.get("group_size") for w in weights if isinstance(w, Mapping)}
     if sizes != {32}:
         raise Error(f"quantization_config group_size is {sorted(map(str, sizes))}; supported: 32")
     return QuantConfig("mxfp4-pack-quantized", 32, rule or "even", raw), homes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def load(
     """Read a Kimi-K3 or Kimi-Linear checkpoint folder.
 
     dtype: of all weights but the ones the released files keep in float32 (convolutions, A_log, dt_bias, o_norm,
-    router bias); None takes each from its file, packed experts as bfloat16. Vision tensors are skipped and counted.
+    router bias); None takes the widest that the file's matrices have. Vision tensors are skipped and counted.
 
     Raises Error, before any weight is read, listing missing, extra and wrongly shaped tensors; for a truncated
     shard; for an index that names a tensor or file that is not there.
@@ -72,7 +73,8 @@ def save(model: Transformer, folder: str | Path, max_shard_bytes: int = 5_000_00
     stay. Routed experts are packed to MXFP4 if `config.quant` is set. Raises Error on a full disk or a path that
     cannot be written; the old folder is then untouched.
     """
-    folder = Path(folder)
+    # A link is followed: the folder that it names is replaced, not the link.
+    folder = Path(folder).resolve()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -103,10 +105,7 @@ class _Stored:
 def _open(folder: Path, stack: ExitStack) -> dict[str, _Stored]:
     index_path = folder / INDEX
     if index_path.exists():
-        try:
-            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            raise Error(f"{str(index_path)!r} is not an index: a JSON object with 'weight_map'") from None
+        weight_map = _weight_map(index_path)
     elif (folder / SINGLE).exists():
         weight_map = None
     else:
@@ -127,6 +126,19 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, _Stored]:
             raise Error(f"{INDEX} places {_some(absent)} in {shard!r}, which does not hold it")
         tensors |= {released_name(name): _Stored(file, name) for name in named}
     return tensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name -> shard, which must be a plain file name."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = set(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Error(f"{str(path)!r} is not an index: a JSON object with 'weight_map'") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise Error(f"{str(path)!r} names the shard {name!r}; must be the name of a file in the same folder")
+    return dict(weight_map)
 
 
 def _compare(folder: Path, table: dict[str, Entry], tensors: dict[str, _Stored]) -> None:
@@ -160,14 +172,31 @@ KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 
 def _dtypes(table: dict[str, Entry], tensors: dict[str, _Stored], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Parameter name -> dtype."""
-    dtypes: dict[str, torch.dtype] = {}
+    """Parameter name -> dtype: `dtype`, or the widest of the matrices' own (vectors keep theirs); float32 where that
+    is always kept.
+
+    Raises Error for a stored dtype that is no floating-point weight, and for a `dtype` that a model cannot have.
+    """
+    if dtype is not None and dtype not in KINDS.values():
+        raise Error(f"dtype is {dtype}; allowed: {', '.join(map(str, KINDS.values()))}, or None")
+    wide = torch.bfloat16
     for name, entry in table.items():
-        if entry.float32 and dtype != torch.float64:
-            dtypes[entry.param] = torch.float32
-        else:
-            dtypes[entry.param] = dtype or KINDS.get(tensors[name].kind, torch.bfloat16)
-    return dtypes
+        kind = tensors[name].kind
+        if entry.packed:
+            if kind != "U8":
+                raise Error(f"{name} has dtype {kind}; must be U8 (uint8)")
+        elif kind not in KINDS:
+            raise Error(f"{name} has dtype {kind}; must be one of {', '.join(KINDS)}")
+        elif not entry.float32 and len(entry.shape) > 1:
+            wide = torch.promote_types(wide, KINDS[kind])
+    kept = torch.promote_types(dtype or wide, torch.float32)
+
+    def choose(name: str, entry: Entry) -> torch.dtype:
+        if entry.float32:
+            return kept
+        return dtype or (wide if len(entry.shape) > 1 else KINDS[tensors[name].kind])
+
+    return {entry.param: choose(name, entry) for name, entry in table.items()}
 
 
 def _construct(config: ModelConfig, parts: Parts, device: torch.device, dtypes: dict[str, torch.dtype]) -> Transformer:
@@ -193,9 +222,6 @@ def _place(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 def _read(entry: Entry, tensors: dict[str, _Stored], folder: Path) -> torch.Tensor:
     parts = [tensors[name].read() for name in entry.stored()]
     if entry.packed:
-        for part, name in zip(parts, entry.stored(), strict=True):
-            if part.dtype != torch.uint8:
-                raise Error(f"{name} in {str(folder)!r} has dtype {part.dtype}; must be uint8")
         return decode_mxfp4(parts[0], parts[1], torch.float32)
     value = parts[0]
     if entry.valid is not None:
@@ -266,6 +292,10 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+# What belongs to a checkpoint and goes with the old one; every other file of the folder stays.
+OURS = re.compile(r"config\.json|model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors")
+
+
 def _replace(folder: Path, fresh: Path) -> None:
     """Put `fresh` in the place of `folder`, carrying over files that are no part of a checkpoint."""
     fresh.chmod(0o755)
@@ -273,12 +303,18 @@ def _replace(folder: Path, fresh: Path) -> None:
         fresh.rename(folder)
         return
     for path in folder.iterdir():
-        if path.name != "config.json" and not path.name.startswith("model") and not (fresh / path.name).exists():
-            (shutil.copytree if path.is_dir() else shutil.copy2)(path, fresh / path.name)
+        if OURS.fullmatch(path.name) or (fresh / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, fresh / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, fresh / path.name, follow_symlinks=False)
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    folder.rename(old / "it")
-    fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        folder.rename(old / "it")
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 __all__ = ["load", "save"]

@@ -179,6 +179,8 @@ class Transformer(nn.Module):
             return sequences
         if len(state) != sequences.count:
             raise Error(f"state holds {len(state)} sequences; must be {sequences.count}, as in sequences")
+        if len({id(s) for s in state}) < len(state):
+            raise Error("state holds the same SequenceState twice; a second continuation needs state.fork()")
         lengths = tuple(s.length for s in state)
         if any(sequences.starts) and sequences.starts != lengths:
             raise Error(f"sequences.starts is {sequences.starts} but the states are at {lengths}; must be equal")

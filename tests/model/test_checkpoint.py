@@ -110,12 +110,41 @@ def test_index_and_sizes(tmp_path: Path) -> None:
 def test_replacing_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save(tiny_model(seed=1), out, max_shard_bytes=100_000)
-    (out / "tokenizer.json").write_text("{}")
+    kept = ("model_card.md", "modeling_own.py", "tokenizer.json")
+    for name in kept:
+        (out / name).write_text(name)
+    (out / "model_notes").mkdir()
+    (out / "dangling").symlink_to("nowhere")
     save(tiny_model(seed=2), out)
-    assert (out / "tokenizer.json").read_text() == "{}"
+    assert all((out / name).read_text() == name for name in kept)
     assert same_weights(load(out), tiny_model(seed=2))
-    assert [p.name for p in sorted(out.iterdir())] == ["config.json", "model.safetensors", "tokenizer.json"]
+    others = {"config.json", "model.safetensors", "model_notes", "dangling"}
+    assert {p.name for p in out.iterdir()} == others | set(kept)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    save(tiny_model(seed=1), tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save(tiny_model(seed=2), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert same_weights(load(tmp_path / "real"), tiny_model(seed=2))
+
+
+def test_packed_copy_of_a_float32_model_runs(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config = dataclasses.replace(model.config, quant=QuantConfig("mxfp4-pack-quantized", 32, "even"))
+    save(model, tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert again(torch.arange(5), Sequences.from_lengths([5])).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_a_foreign_dtype_are_refused(dtype: torch.dtype, folder: Path) -> None:
+    edit_tensor(folder, LAYER + "self_attn.q_proj.weight", lambda t: t.to(dtype))
+    with pytest.raises(Error, match=r"q_proj.weight has dtype .*; must be one of"):
+        load(folder)
 
 
 def test_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +215,9 @@ DAMAGE = {
         lambda f: edit_tensor(f, EXPERT + "_scale", lambda t: t[:, :0]),
         r"wrongly shaped: .*w1.weight_scale",
     ),
-    "scale dtype": (lambda f: edit_tensor(f, EXPERT + "_scale", lambda t: t.float()), "weight_scale.*float32"),
+    "scale dtype": (lambda f: edit_tensor(f, EXPERT + "_scale", lambda t: t.float()), "weight_scale has dtype F32"),
+    "shard elsewhere": (lambda f: edit_index(f, {"x": "../ckpt/model-00001-of-000003.safetensors"}), "same folder"),
+    "weight map a list": (lambda f: (f / checkpoint.INDEX).write_text('{"weight_map": [1]}'), "not an index"),
     "A_log tail": (
         lambda f: edit_tensor(f, LAYER + "self_attn.A_log", lambda t: t + 1),
         "A_log.*must be zeros",

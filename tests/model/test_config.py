@@ -83,6 +83,12 @@ def test_own_fields_are_written() -> None:
     assert (again.mla.norm_eps, again.quant.scale_rule) == (1e-5, "floor")
 
 
+def test_quantisation_added_later_is_written() -> None:
+    quant = ModelConfig.from_hf(golden()).quant
+    config = dataclasses.replace(ModelConfig.from_pretrained("mini"), quant=quant)
+    assert ModelConfig.from_hf(config.to_hf()).quant == quant
+
+
 def edit(path: str, value: object):
     def apply(data: dict) -> None:
         *parents, leaf = path.split(".")
@@ -125,6 +131,16 @@ BAD = [
     (edit(f"{TEXT}.quantization_config.format", "int4"), "format"),
     (edit(f"{TEXT}.quantization_config.config_groups.group_0.weights.group_size", 16), "group_size"),
     (edit(f"{TEXT}.rms_norm_eps", 0.0), "rms_norm_eps"),
+    (edit(f"{TEXT}.rms_norm_eps", "x"), "rms_norm_eps"),
+    (edit(f"{TEXT}.num_experts_per_token", "a"), "top_k"),
+    (edit(f"{TEXT}.num_hidden_layers", 10**9), "layers"),
+    (edit(f"{TEXT}.quantization_config", 5), "quantization_config"),
+    (edit(f"{TEXT}.quantization_config.config_groups", [1]), "group_size"),
+    (edit(f"{TEXT}.eos_token_id", "x"), "eos_token_id"),
+    (edit(f"{TEXT}.first_k_dense_replace", "x"), "dense_layers"),
+    (edit(f"{TEXT}.activation_situ_beta", "x"), "activation.beta"),
+    (edit(f"{LINEAR}.gate_lower_bound", "x"), "lower_bound"),
+    (edit(f"{LINEAR}.use_full_rank_gate", "yes"), "full_rank_gate"),
 ]
 
 

@@ -199,3 +199,10 @@ def test_starts_must_match_the_states() -> None:
     for bad in (-1, model.config.vocab_size):
         with pytest.raises(Error, match=f"tokens holds id {bad}"):
             model(torch.tensor([0, bad]), Sequences.from_lengths([2]))
+
+
+def test_one_state_given_twice_is_refused() -> None:
+    model = tiny_model()
+    state = empty(model, False)
+    with pytest.raises(Error, match="same SequenceState twice"):
+        model(torch.arange(4), Sequences.from_lengths([2, 2]), [state, state])
