@@ -22,7 +22,7 @@ from perilune.chat import (
     render,
     render_k2,
 )
-from perilune.cli.checkpoint import Dtype, open_checkpoint
+from perilune.cli.checkpoint import LAST_SEED, Dtype, open_checkpoint, require_draws
 from perilune.cli.parse import parse
 
 Event = Reasoning | Content | CallStart | CallArguments | CallEnd
@@ -60,6 +60,7 @@ class Chat:
 
 def run(arguments: list[str]) -> None:
     args = parse(Chat, "chat", arguments, DESCRIPTION)
+    require_draws(args.max_tokens, args.seed)
     from perilune.model import Sampling, generate
 
     model, tokenizer = open_checkpoint(args.checkpoint, args.device, args.dtype)
@@ -72,7 +73,7 @@ def run(arguments: list[str]) -> None:
         else:
             segments = render_k2(messages, thinking=args.thinking)
         prompt, _ = tokenizer.encode_segments(segments)
-        sampling = Sampling(args.temperature, top_p=args.top_p, seed=args.seed + len(messages))
+        sampling = Sampling(args.temperature, top_p=args.top_p, seed=min(args.seed + len(messages), LAST_SEED))
         tokens = generate(model, prompt, args.max_tokens, sampling, {tokenizer.eos_id})
         stream = Stream(parser("kimi_k3" if k3 else "kimi_k2"), Options(thinking=args.thinking))
         reply = collect(show(events(tokens, StreamDecoder(tokenizer, skip_special=True), stream)))

@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from perilune.chat import Tokenizer
     from perilune.model import Transformer
 
+LAST_SEED = 2**64 - 1
+
 Dtype = Literal["stored", "float32", "bfloat16", "float64"]
+
+
+def require_draws(max_tokens: int, seed: int) -> None:
+    """Raise Error for a number of tokens or a seed that cannot be served."""
+    if max_tokens < 1:
+        raise Error(f"max_tokens is {max_tokens}; must be >= 1")
+    if not -(2**63) <= seed <= LAST_SEED:
+        raise Error(f"seed is {seed}; must fit in 64 bits")
 
 
 def device(name: str) -> torch.device:
@@ -45,4 +55,4 @@ def open_checkpoint(folder: str, on: str, dtype: Dtype) -> tuple[Transformer, To
     return load(folder, place, None if dtype == "stored" else getattr(torch, dtype)), tokenizer
 
 
-__all__ = ["Dtype", "device", "open_checkpoint"]
+__all__ = ["LAST_SEED", "Dtype", "device", "open_checkpoint", "require_draws"]

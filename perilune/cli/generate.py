@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from perilune.cli.checkpoint import Dtype, open_checkpoint
+from perilune.cli.checkpoint import Dtype, open_checkpoint, require_draws
 from perilune.cli.parse import parse
 
 DESCRIPTION = """Continue a text with a checkpoint; the text is printed as it is made.
@@ -45,6 +45,7 @@ class Generate:
 
 def run(arguments: list[str]) -> None:
     args = parse(Generate, "generate", arguments, DESCRIPTION)
+    require_draws(args.max_tokens, args.seed)
     from perilune.chat import StreamDecoder
     from perilune.model import Sampling, generate
 

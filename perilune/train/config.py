@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 import tomllib
 import types
 import typing
@@ -91,6 +92,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "eps"):
             _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "must be > 0")
+        for name in ("lr", "adam_lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            _require(value is None or math.isfinite(value), f"optim.{name}", value, "must be finite")
         if self.adam_lr is not None:
             _require(self.adam_lr > 0, "optim.adam_lr", self.adam_lr, "must be > 0")
         for name in ("min_lr", "warmup"):
@@ -155,6 +159,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep", "loss_chunk"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be >= 1")
+        _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "must fit in 64 bits")
         for name in ("eval_every", "checkpoint_every"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must be >= 0")
 

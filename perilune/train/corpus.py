@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perilune.errors import Error
+from perilune.train.write import naming
 
 # Tables of code points, tests, and a separate application: not the prose-like code that the rest is.
 _LEFT_OUT = frozenset({"encodings", "test", "tests", "idlelib", "site-packages", "__pycache__", "lib-dynload"})
@@ -52,11 +53,12 @@ def library_corpus(held_out: Iterable[str], root: Path | None = None) -> Corpus:
 
 
 def write_corpus(texts: dict[str, str], folder: Path) -> None:
-    """Write texts as files below `folder`, byte for byte."""
+    """Write texts as files below `folder`, byte for byte. Raises Error naming one that cannot be written."""
     for name, text in texts.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
 
 
 __all__ = ["Corpus", "library_corpus", "write_corpus"]

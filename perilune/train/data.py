@@ -19,7 +19,7 @@ from perilune.chat import Segment, render
 from perilune.errors import Error
 from perilune.ops.sequences import Sequences
 from perilune.train.config import DataConfig
-from perilune.train.files import find_files, read_documents
+from perilune.train.files import Document, find_files, place, read_documents
 
 
 class Encoder(Protocol):
@@ -81,6 +81,14 @@ def encode_document(content: str | dict[str, Any], tokenizer: Encoder) -> tuple[
     return Piece(ids[:-1], ids[1:], mask[1:]), sum(len(s.text.encode()) for s in segments if s.by_model)
 
 
+def _encode(document: Document, path: Path, tokenizer: Encoder) -> tuple[Piece, int]:
+    """`encode_document` of a document of the file `path`, which an Error then names."""
+    try:
+        return encode_document(document.content, tokenizer)
+    except Error as cause:
+        raise Error(f"data: {place(path, document.offset)}: {cause}") from cause
+
+
 def cut(piece: Piece, limit: int) -> list[Piece]:
     """The piece in parts of at most `limit` tokens; parts in which nothing counts are left out."""
     parts = []
@@ -137,8 +145,9 @@ class Source:
             random.Random(f"files {self.seed} {epoch}").shuffle(order)
         pieces: list[Piece] = []
         while file < len(order) and len(pieces) < self.window:
-            for document in read_documents(self.files[order[file]], offset):
-                pieces += cut(encode_document(document.content, self.tokenizer)[0], self.limit)
+            path = self.files[order[file]]
+            for document in read_documents(path, offset):
+                pieces += cut(_encode(document, path, self.tokenizer)[0], self.limit)
                 offset = document.next_offset
                 if len(pieces) >= self.window:
                     break
@@ -200,6 +209,8 @@ class Batches:
         """Continue at a position that `state_dict` returned. Raises Error if it is of another number of sources."""
         if len(state["sources"]) != len(self.sources):
             raise Error(f"data: the position is of {len(state['sources'])} sources; data.train has {len(self.sources)}")
+        if len(state["given"]) != len(self.sources):
+            raise Error(f"data: the position counts {len(state['given'])} sources; data.train has {len(self.sources)}")
         for source, inner in zip(self.sources, state["sources"], strict=True):
             source.load_state_dict(inner)
         self.given = list(state["given"])
@@ -215,8 +226,9 @@ def held_out_batches(config: DataConfig, tokenizer: Encoder) -> Iterator[Batch]:
     limit = min(config.sequence_tokens, config.batch_tokens)
     waiting: list[Piece] = []
     total = filled = size = 0
-    for document in (d for path in config.held_out for file in find_files(path) for d in read_documents(file)):
-        whole, length = encode_document(document.content, tokenizer)
+    files = (file for path in config.held_out for file in find_files(path))
+    for file, document in ((f, d) for f in files for d in read_documents(f)):
+        whole, length = _encode(document, file, tokenizer)
         for piece in cut(whole, limit):
             if filled + len(piece.tokens) > config.batch_tokens:
                 yield pack(waiting, size)

@@ -17,10 +17,11 @@ TEXT_BYTES = 1 << 20
 
 
 class Document(NamedTuple):
-    """One document and where the next one of its file begins (bytes; rows in a parquet file)."""
+    """One document, where it begins, and where the next one of its file does (bytes; rows in a parquet file)."""
 
     content: str | dict[str, Any]
     next_offset: int
+    offset: int = 0
 
 
 def find_files(path: str | Path) -> list[Path]:
@@ -43,9 +44,24 @@ def find_files(path: str | Path) -> list[Path]:
 def read_documents(path: Path, offset: int = 0) -> Iterator[Document]:
     """The documents of one file from `offset` (0, or a `next_offset`) on; empty ones are left out.
 
-    Raises Error for text that is not UTF-8, a row that is not JSON, or a row with neither "text" nor "messages".
+    Raises Error for text that is not UTF-8, a row that is not JSON, or a row with neither "text" nor "messages", and
+    half of a surrogate pair; the message names the file and the row.
     """
     return _READERS.get(path.suffix.lower(), _read_text)(path, offset)
+
+
+def place(path: Path, offset: int) -> str:
+    """Where a document is, in words."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return f"{path} row {offset}"
+    if suffix == ".jsonl":
+        with path.open("rb") as file:
+            line = 1
+            while file.tell() < offset and file.readline():
+                line += 1
+        return f"{path} line {line} at byte {offset}"
+    return f"{path} at byte {offset}"
 
 
 def _read_text(path: Path, offset: int) -> Iterator[Document]:
@@ -59,8 +75,8 @@ def _read_text(path: Path, offset: int) -> Iterator[Document]:
             cut = block.rfind(b"\n") + 1 if len(block) == TEXT_BYTES else len(block)
             cut = cut or _character_cut(block)
             text, rest = _decode(block[:cut], path, offset), block[cut:]
-            offset += cut
-            yield Document(text, offset)
+            begin, offset = offset, offset + cut
+            yield Document(text, offset, begin)
 
 
 def _character_cut(block: bytes) -> int:
@@ -80,13 +96,16 @@ def _read_jsonl(path: Path, offset: int) -> Iterator[Document]:
             begin, offset = offset, offset + len(line)
             if not line.strip():
                 continue
+            text = _decode(line, path, begin)
             try:
-                row = json.loads(_decode(line, path, begin))
-            except json.JSONDecodeError as cause:
-                raise Error(f"data: {path} at byte {begin} is not JSON: {cause}") from None
-            content = _content(row, f"{path} at byte {begin}")
+                row = json.loads(text)
+            except (ValueError, RecursionError) as cause:
+                raise Error(f"data: {place(path, begin)} is not JSON: {cause}") from None
+            content = _content(row, path, begin)
+            if "\\u" in text:
+                _require_characters(content, path, begin)
             if content:
-                yield Document(content, offset)
+                yield Document(content, offset, begin)
 
 
 def _read_parquet(path: Path, offset: int) -> Iterator[Document]:
@@ -107,20 +126,29 @@ def _read_parquet(path: Path, offset: int) -> Iterator[Document]:
                 row += 1
                 if row <= offset:
                     continue
-                content = _content(values, f"{path} row {row - 1}")
+                content = _content(values, path, row - 1)
                 if content:
-                    yield Document(content, row)
+                    yield Document(content, row, row - 1)
         else:
             row += size
 
 
-def _content(row: Any, where: str) -> str | dict[str, Any]:
+def _content(row: Any, path: Path, offset: int) -> str | dict[str, Any]:
     if isinstance(row, dict):
         if isinstance(row.get("text"), str):
             return str(row["text"])
         if isinstance(row.get("messages"), list):
             return {key: row[key] for key in ("messages", "tools") if row.get(key) is not None}
-    raise Error(f'data: {where} holds neither "text" (a string) nor "messages" (a list)')
+    raise Error(f'data: {place(path, offset)} holds neither "text" (a string) nor "messages" (a list)')
+
+
+def _require_characters(content: str | dict[str, Any], path: Path, offset: int) -> None:
+    """Raise Error for half of a surrogate pair: JSON can write one, but it is no character."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as cause:
+        half = ord(cause.object[cause.start])
+        raise Error(f"data: {place(path, offset)} holds \\u{half:04x}, half of a surrogate pair") from None
 
 
 def _decode(block: bytes, path: Path, offset: int) -> str:
@@ -132,4 +160,4 @@ def _decode(block: bytes, path: Path, offset: int) -> str:
 
 _READERS: dict[str, Callable[[Path, int], Iterator[Document]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
-__all__ = ["Document", "find_files", "read_documents"]
+__all__ = ["Document", "find_files", "place", "read_documents"]

@@ -16,6 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from perilune.errors import Error
+from perilune.train.write import naming, write_whole
+
 # On a terminal there is a bar; elsewhere a line at least this many seconds after the last.
 _LINE_SECONDS = 10.0
 
@@ -26,15 +29,16 @@ class MetricsFile:
     def __init__(self, path: Path, after_step: int) -> None:
         """Open for appending, without the rows after step `after_step` (of a run that went on past its checkpoint)."""
         kept = [row for row in read_metrics(path) if row["step"] <= after_step]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".writing")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
-        temporary.replace(path)
-        self.file = path.open("a", encoding="utf-8", buffering=1)
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        with naming(path):
+            self.path, self.file = path, path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
-        self.file.write(json.dumps(row) + "\n")
+        """Append one row. Raises Error naming the file when it cannot be written."""
+        with naming(self.path):
+            self.file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         """No more rows."""
@@ -42,14 +46,24 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; none if there is no such file. A last line cut by a crash is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text("utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+    """The rows of a metrics.jsonl; none if there is no such file. A last line cut by a crash is left out.
+
+    Raises Error naming file and line for any other row that is not an object with a step.
+    """
+    rows: list[dict[str, Any]] = []
+    if not path.is_file():
+        return rows
+    lines = path.read_text("utf-8", "replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
                 break
+            raise Error(f"{path} line {number} is not JSON; repair or remove that line") from None
+        if not (isinstance(row, dict) and type(row.get("step")) is int):
+            raise Error(f"{path} line {number} is {line[:40]!r}; must be an object with a whole number as step")
+        rows.append(row)
     return rows
 
 

@@ -27,6 +27,7 @@ from perilune.train.corpus import library_corpus, write_corpus
 from perilune.train.data import encode_document, pack
 from perilune.train.report import Section, write_report
 from perilune.train.trainer import Trainer
+from perilune.train.write import naming, write_whole
 
 # Ordinary modules, long and short, that every Python of the last years has.
 HELD_OUT = (
@@ -101,7 +102,8 @@ def run(out: str | Path = "runs/quickstart", recipe: Recipe | None = None, conso
     write_corpus(corpus.train, out / "text" / "train")
     write_corpus(corpus.held_out, out / "text" / "held-out")
     tokenizer = train_bpe(corpus.train.values(), recipe.vocab_size)
-    tokenizer.save(out / "tokenizer")
+    with naming(out / "tokenizer"):
+        tokenizer.save(out / "tokenizer")
     say(f"tokenizer: {tokenizer.vocab_size} tokens in {out / 'tokenizer'}")
 
     trainer = Trainer(_config(recipe, out))
@@ -130,7 +132,7 @@ def run(out: str | Path = "runs/quickstart", recipe: Recipe | None = None, conso
 
     report = write_report(out, _sections(files, bits, coded, sample))
     facts = {"bits_per_byte": bits, "coded": coded, "seconds": time.monotonic() - begin}
-    (out / "summary.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    write_whole(out / "summary.json", json.dumps(facts, indent=1) + "\n")
     say("done")
     console.print(_next_steps(out, result.checkpoint, report), markup=False, soft_wrap=True)
     return Summary(out, result.checkpoint, report, files, bits, coded, sample)

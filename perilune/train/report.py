@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import importlib.util
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -16,6 +17,10 @@ from typing import Any, NamedTuple
 
 from perilune.errors import Error
 from perilune.train.log import read_metrics
+from perilune.train.write import write_whole
+
+# What a row of a step must hold to be drawn.
+_DRAWN = ("loss", "lr", "grad_norm", "seconds", "tokens", "flops", "imbalance")
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; }
@@ -46,13 +51,17 @@ def require_plots() -> None:
 def write_report(out: str | Path, sections: Sequence[Section] = ()) -> Path:
     """Draw the plots and write report.html into the run's folder; returns the page's path.
 
-    Raises Error if the folder has no metrics.jsonl with a step in it, or matplotlib is missing.
+    Raises Error if the folder has no metrics.jsonl with a step in it, a step lacks what is drawn, matplotlib is
+    missing, or a file cannot be written (what was there before stays).
     """
     out = Path(out)
     rows = read_metrics(out / "metrics.jsonl")
     steps = [row for row in rows if "eval" not in row]
     if not steps:
         raise Error(f"report: {out / 'metrics.jsonl'} holds no step")
+    for row in steps:
+        if missing := [name for name in _DRAWN if name not in row]:
+            raise Error(f"report: {out / 'metrics.jsonl'} has no {missing[0]} at step {row['step']}")
     evaluations = [row for row in rows if "eval" in row]
     require_plots()
     import matplotlib
@@ -64,8 +73,17 @@ def write_report(out: str | Path, sections: Sequence[Section] = ()) -> Path:
         _draw_load(steps, loads, out / "expert-load.png")
     page = _page(out, steps, evaluations, bool(loads), sections)
     path = out / "report.html"
-    path.write_text(page, "utf-8")
+    write_whole(path, page)
     return path
+
+
+def _save_figure(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format="png")
+    pyplot.close(figure)
+    write_whole(path, drawn.getvalue())
 
 
 def _draw_loss(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
@@ -89,8 +107,7 @@ def _draw_loss(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], p
     norm.plot(x, [row["grad_norm"] for row in steps], color="#8b949e", linewidth=0.6)
     norm.set_ylabel("gradient norm", color="#6e7781")
     norm.set_ylim(bottom=0)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    _save_figure(figure, path)
 
 
 def _draw_load(steps: list[dict[str, Any]], loads: list[dict[str, Any]], path: Path) -> None:
@@ -116,8 +133,7 @@ def _draw_load(steps: list[dict[str, Any]], loads: list[dict[str, Any]], path: P
     right.grid(alpha=0.3)
     if len(layers) <= 12:
         right.legend(title="layer", frameon=False, ncols=2)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    _save_figure(figure, path)
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, checkpoints, and what the run reports.
 
-Files of a run, below `out`: config.json, metrics.jsonl, tensorboard/, steps/ (checkpoints to continue from), and at
-the end checkpoint/ (the model in the released layout, with its tokenizer), report.html, loss.png, expert-load.png.
+Files of a run, below `out`: .lock, config.json, metrics.jsonl, tensorboard/, steps/ (checkpoints to continue from), and
+at the end checkpoint/ (the model in the released layout, with its tokenizer), report.html, loss.png, expert-load.png.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -44,6 +44,7 @@ from perilune.train.masters import Masters
 from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates
 from perilune.train.qk_clip import qk_clip
 from perilune.train.report import require_plots, write_report
+from perilune.train.write import TEMPORARY, lock_folder, naming, write_whole
 
 # Settings that a continued run may change: they do not touch what is computed.
 _FREE = ("eval_every", "checkpoint_every", "keep")
@@ -64,13 +65,17 @@ def train(config: TrainConfig) -> Result:
     """Run (or continue) a training run to its end.
 
     Raises Error, before any work, for anything missing or contradictory in `config` and for a folder that holds a run
-    of another config; later for unreadable data, a loss that is not finite, and a disk that is full.
+    of another config or one in which another run is at work; later for unreadable data, a loss that is not finite, and
+    a disk that is full.
     """
     return Trainer(config).run()
 
 
 class Trainer:
-    """One run. All state lives here: model, optimizers, position in the data, step."""
+    """One run. All state lives here: model, optimizers, position in the data, step.
+
+    The folder is locked against other runs until `run` ends, `close` is called, or the process dies.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.out, self.step = config, Path(config.out), 0
@@ -82,6 +87,8 @@ class Trainer:
             keep_freed_memory()
         self.tokenizer = Tokenizer.load(_tokenizer_path(config))
         self.data = Batches(config.data, self.tokenizer, config.seed)
+        if config.data.held_out and next(held_out_batches(config.data, self.tokenizer), None) is None:
+            raise Error(f"data.held_out is {config.data.held_out!r}; it holds no text to evaluate on")
         torch.manual_seed(config.seed)
         self.model = _build_model(config, self.tokenizer, self.device)
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
@@ -91,7 +98,18 @@ class Trainer:
         self.optimizers = build_optimizers(self.masters.params, muon_heads(self.model), config.optim)
         self.balancer = Balancer(self.model, config.balance)
         self.flops = count_flops(self.model.config)
-        self._resume()
+        self.lock: IO[bytes] | None = None
+        try:
+            self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other runs have the folder."""
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -174,6 +192,14 @@ class Trainer:
 
         on_step is called with the row of each step; console shows progress (None: standard error).
         """
+        if self.lock is None:
+            self.lock = lock_folder(self.out)
+        try:
+            return self._run(on_step, console)
+        finally:
+            self.close()
+
+    def _run(self, on_step: Callable[[dict[str, Any]], None] | None, console: Console | None) -> Result:
         config = self.config
         metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
         board = Board(self.out / "tensorboard", self.step + 1)
@@ -195,7 +221,8 @@ class Trainer:
         board.close()
         checkpoint = self.out / "checkpoint"
         save(self.model, checkpoint)
-        self.tokenizer.save(checkpoint)
+        with naming(checkpoint):
+            self.tokenizer.save(checkpoint)
         write_report(self.out)
         return Result(self.out, checkpoint, evaluation or self.evaluate())
 
@@ -247,23 +274,35 @@ class Trainer:
 
     def _resume(self) -> None:
         """Check the run's folder, and go to its newest checkpoint if it has one."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise Error(f"out is {str(self.out)!r}, which cannot be written: {cause.strerror}") from None
+        self.lock = lock_folder(self.out)
         remove_incomplete(self.out / "steps")
         checkpoints = list_checkpoints(self.out / "steps")
         settings = json.loads(json.dumps(self.config.to_dict()))
         path = self.out / "config.json"
         if checkpoints:
-            _compare_settings(settings, json.loads(path.read_text("utf-8")), self.out)
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
-        except OSError as cause:
-            raise Error(f"out is {str(self.out)!r}, which cannot be written: {cause.strerror}") from None
+            _compare_settings(settings, _read_settings(path), self.out)
+        data = (json.dumps(settings, indent=1) + "\n").encode()
+        with naming(path):
+            path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
+            if not path.is_file() or path.read_bytes() != data:
+                write_whole(path, data)
         if checkpoints:
             self.load(checkpoints[-1])
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this run."""
         tensors, meta = load_checkpoint(path)
+        try:
+            step, data = int(meta["step"]), dict(meta["data"])
+            self.data.load_state_dict(data)
+        except Error:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as cause:
+            raise Error(f"checkpoint {path / 'meta.json'} is malformed: {type(cause).__name__}: {cause}") from cause
         by_kind: dict[str, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             kind, _, rest = name.partition("/")
@@ -276,8 +315,20 @@ class Trainer:
         torch.set_rng_state(by_kind["rng"]["cpu"])
         if self.device.type == "cuda" and "cuda" in by_kind["rng"]:
             torch.cuda.set_rng_state(by_kind["rng"]["cuda"], self.device)
-        self.step = int(meta["step"])
-        self.data.load_state_dict(meta["data"])
+        self.step = step
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The config.json of the run that a folder holds."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except OSError as cause:
+        raise Error(f"{path}, of the run to continue, cannot be read: {cause.strerror}") from None
+    except ValueError as cause:
+        raise Error(f"{path}, of the run to continue, is not JSON: {cause}") from None
+    if not isinstance(settings, dict):
+        raise Error(f"{path}, of the run to continue, holds a {type(settings).__name__}; must be an object")
+    return settings
 
 
 def _compare_settings(now: dict[str, Any], before: dict[str, Any], out: Path) -> None:

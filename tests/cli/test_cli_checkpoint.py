@@ -64,6 +64,8 @@ def test_generate_reads_standard_input(
         (("--device", "abacus"), "device is 'abacus'"),
         (("--device", "cuda:77"), "device is 'cuda:77'; this machine has"),
         (("--dtype", "int3"), "--dtype"),
+        (("--max-tokens", "0"), "max_tokens is 0; must be >= 1"),
+        (("--seed", str(2**64)), f"seed is {2**64}; must fit in 64 bits"),
     ],
 )
 def test_a_bad_option_is_one_line(
@@ -104,6 +106,16 @@ def test_chat_answers_until_the_input_ends(
     assert not any(name in text for name in Tokenizer.load(checkpoint).specials)
 
 
+@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "-1"), ("--seed", str(-(2**63) - 1))])
+def test_chat_refuses_numbers_out_of_range(
+    option: str, value: str, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", checkpoint, option, value]) == 2
+    error = capsys.readouterr().err
+    assert f"{option[2:].replace('-', '_')} is {value}; must" in error
+    assert error.count("\n") == 1
+
+
 def lines(*said: str) -> Iterator[str]:
     """What a person types, then Ctrl-D."""
     yield from said
@@ -138,6 +150,8 @@ sequence_tokens = 64
         ("steps = 5", ("--steps", "0"), "steps is 0; must be >= 1"),
         ("steps = 5", ("--stepz", "3"), "--stepz"),
         ("steps = [", (), "cannot be read"),
+        ("steps = 5", ("--seed", str(2**64)), "must fit in 64 bits"),
+        ("steps = 5", ("--optim.lr", "inf"), "optim.lr is inf; must be finite"),
     ],
 )
 def test_a_bad_training_config_is_one_line(

@@ -189,6 +189,9 @@ def test_bad_input(tmp_path: Path) -> None:
         "neither.jsonl": b'{"prompt": "a"}\n',
         "list.jsonl": b"[1]\n",
         "not.parquet": b"hello",
+        "half.jsonl": b'{"text": "a"}\n\n{"text": "a\\ud800b"}\n',
+        "half-chat.jsonl": b'{"messages": [{"role": "user", "content": "\\udc00"}]}\n',
+        "role.jsonl": b'{"text": "a"}\n{"messages": [{"role": "cat", "content": "x"}]}\n',
     }.items():
         (tmp_path / name).write_bytes(data)
     for name, message in {
@@ -201,10 +204,15 @@ def test_bad_input(tmp_path: Path) -> None:
         "neither.jsonl": 'neither "text"',
         "list.jsonl": 'neither "text"',
         "not.parquet": "not a parquet file",
+        "half.jsonl": r"half\.jsonl line 3 at byte 15 holds \\ud800",
+        "half-chat.jsonl": r"half-chat\.jsonl line 1 at byte 0 holds \\udc00",
+        "role.jsonl": r"role\.jsonl line 2 at byte 14: .*cat",
     }.items():
         with pytest.raises(Error, match=message) as caught:
             start(tmp_path / name)
         assert "\n" not in str(caught.value)
+    with pytest.raises(Error, match=r"role\.jsonl line 2 at byte 14: "):
+        list(held_out_batches(DataConfig(held_out=(str(tmp_path / "role.jsonl"),)), Bytes()))
     with pytest.raises(Error, match=r"data\.train is empty"):
         Batches(DataConfig(), Bytes())
     (tmp_path / "ok.txt").write_text("fine")

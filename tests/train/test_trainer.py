@@ -152,6 +152,7 @@ def test_bfloat16_keeps_float32_masters(tiny_run: TrainConfig) -> None:
         last = trainer.train_step()["loss"]
     assert last < first - 1
     path = trainer.save()
+    trainer.close()
     twin = Trainer(trainer.config)
     assert twin.step == trainer.step
     assert path in list_checkpoints(trainer.out / "steps")
@@ -213,3 +214,84 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_run: TrainConfig) -> None:
     with pytest.raises(Error, match="step 1: loss is nan"):
         trainer.run()
     assert list_checkpoints(trainer.out / "steps") == []
+
+
+def test_config_json_is_rewritten_whole_and_only_when_it_changed(tiny_run: TrainConfig) -> None:
+    out = train(change(tiny_run, steps=2)).out
+    path = out / "config.json"
+    before = path.stat()
+    (out / "config.json.writing").write_text("left by a kill")
+    train(change(tiny_run, steps=2))
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    train(change(tiny_run, steps=2, keep=1))
+    assert json.loads(path.read_text())["keep"] == 1
+    assert not list(out.glob("*.writing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"steps": 2, "se', "config.json, of the run to continue, is not JSON"),
+        ("config.json", "[1]", "config.json, of the run to continue, holds a list"),
+        ("config.json", None, "config.json, of the run to continue, cannot be read"),
+        ("steps/step-00000002/meta.json", '{"step": 2', "step-00000002 cannot be read"),
+        ("steps/step-00000002/meta.json", "{}", "meta.json is malformed: KeyError"),
+        ("steps/step-00000002/meta.json", '{"step": "x", "data": {}}', "meta.json is malformed: ValueError"),
+        ("steps/step-00000002/meta.json", '{"step": 2, "data": {"sources": [1]}}', "meta.json is malformed"),
+        ("metrics.jsonl", '{"step": 1\n{"step": 2}\n', "metrics.jsonl line 1 is not JSON"),
+        ("metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl line 1 is .* must be an object with"),
+    ],
+)
+def test_a_damaged_run_is_one_line(tiny_run: TrainConfig, name: str, text: str | None, message: str) -> None:
+    path = train(change(tiny_run, steps=2)).out / name
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    with pytest.raises(Error, match=message) as caught:
+        train(change(tiny_run, steps=2))
+    assert "\n" not in str(caught.value)
+    assert path.exists() == (text is not None)
+    if text is not None:
+        assert path.read_text() == text
+
+
+def test_held_out_files_without_text_are_refused_before_work(tiny_run: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text("")
+    data = dataclasses.replace(tiny_run.data, held_out=(str(tmp_path / "blank.txt"),))
+    with pytest.raises(Error, match="holds no text to evaluate on"):
+        Trainer(change(tiny_run, data=data))
+    assert not Path(tiny_run.out).exists()
+
+
+def test_two_runs_in_one_folder_are_refused(tiny_run: TrainConfig) -> None:
+    first = Trainer(tiny_run)
+    with pytest.raises(Error, match="where another run is at work") as caught:
+        Trainer(tiny_run)
+    assert tiny_run.out in str(caught.value)
+    first.close()
+    second = Trainer(tiny_run)
+    with pytest.raises(Error, match="where another run is at work"):
+        first.run()
+    second.close()
+
+
+_CLAIM = """
+import sys, time
+from pathlib import Path
+from perilune.train.write import lock_folder
+claim = lock_folder(Path(sys.argv[1]))
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_lets_its_folder_go(tiny_run: TrainConfig) -> None:
+    Path(tiny_run.out).mkdir()
+    with subprocess.Popen([sys.executable, "-c", _CLAIM, tiny_run.out], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"claimed\n"
+        with pytest.raises(Error, match="where another run is at work"):
+            Trainer(tiny_run)
+        other.kill()
+    Trainer(tiny_run).close()
