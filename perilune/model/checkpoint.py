@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -312,9 +312,17 @@ def _replace(folder: Path, fresh: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
     try:
         folder.rename(old / "it")
-        fresh.rename(folder)
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            (old / "it").rename(folder)
+            raise
+    except OSError:
+        # Empty unless the old folder could not be put back; then it stays here.
+        with suppress(OSError):
+            old.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 __all__ = ["load", "save"]

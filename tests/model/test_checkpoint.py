@@ -167,6 +167,26 @@ def test_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_checkpoint(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename, calls = tmp_path / "out", Path.rename, []
+    save(tiny_model(seed=1), out)
+
+    def fail(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == failing:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(Error, match="busy"):
+        save(tiny_model(seed=2), out)
+    assert same_weights(load(out), tiny_model(seed=1))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_vision_tensors_are_skipped_and_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file({f"vision_tower.x{i}": torch.zeros(1) for i in range(3)}, folder / "vision.safetensors")
     edit_index(folder, {f"vision_tower.x{i}": "vision.safetensors" for i in range(3)})
