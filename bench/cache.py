@@ -26,12 +26,15 @@ from perilune.serve.simulate.ours import Perilune
 
 UNIT = 512
 K3 = Geometry.of("kimi-k3", match_unit=UNIT)
+FP8 = Geometry.of("kimi-k3", match_unit=UNIT, kv="fp8")
 PAGES = Geometry.of("kimi-k3", page_tokens=6144, match_unit=UNIT)
 
 CACHES: dict[str, Callable[[int], Policy]] = {
     "perilune": lambda size: Perilune(K3, size),
     "perilune, gain only": lambda size: Perilune(K3, size, eviction="gain"),
     "perilune, lru only": lambda size: Perilune(K3, size, eviction="lru"),
+    "perilune, 400 GB of host": lambda size: Perilune(K3, size, 400 * 10**9),
+    "perilune, fp8 rows": lambda size: Perilune(FP8, size),
     "perilune, 6144-token pages": lambda size: Perilune(PAGES, size),
     "vllm-align 6144": lambda size: VllmAlign(K3, size, 6144),
     "vllm-align 1536": lambda size: VllmAlign(K3, size, 1536),

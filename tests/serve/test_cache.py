@@ -18,6 +18,7 @@ from perilune.serve.cache import (
     Geometry,
     Lease,
     Mark,
+    Match,
     Placement,
     PrefixCache,
     Stage,
@@ -135,6 +136,23 @@ def test_prefixes_whose_shared_length_fluctuates_hit_after_each_was_seen() -> No
         request(cache, [*shared[:n], *[1000 * t + i for i in range(9)]], t) for t, n in enumerate([40, 40, 32, 28, 36])
     ]
     assert hits == [0, 0, 0, 0, 32]
+
+
+def test_a_fork_comes_with_one_where_recent_requests_left_early() -> None:
+    found = Match(depth=8, node=None, kv_depth=40)
+    depths = [(mark.depth, mark.kind) for mark in Placement().plan(found, 60, 60, 4, splits=[40, 22, 36, 40])]
+    assert depths == [(20, "fork"), (40, "fork"), (56, "prompt")]
+    depths = [mark.depth for mark in Placement(low_fork=False).plan(found, 60, 60, 4, splits=[40, 22, 36, 40])]
+    assert depths == [40, 56]
+
+
+def test_where_requests_leave_is_remembered_at_the_checkpoint_that_served_them() -> None:
+    cache = PrefixCache(SMALL, 10_000)
+    shared = list(range(40))
+    for t, n in enumerate([40, 32, 36]):
+        request(cache, [*shared[:n], *[1000 * (t + 1) + i for i in range(9)]], t)
+    assert list(cache.tree.root.splits) == [32]
+    assert list(cache.match(chain(shared[:33])).node.splits) == [36]  # type: ignore[union-attr]
 
 
 def test_nothing_is_matchable_before_it_has_landed() -> None:

@@ -136,6 +136,8 @@ class PrefixCache:
             self._pin(lease, +1)
         if found.node is not None:
             self.eviction.used(found.node, now)
+        if found.kv_depth > lease.depth:
+            (found.node or self.tree.root).splits.append(found.kv_depth)
         unit = self.geometry.match_unit
         self.eviction.asked(((i + 1) * unit, chain.keys[i]) for i in range(found.depth // unit, len(chain.keys)))
         self._acquired += 1
@@ -159,7 +161,8 @@ class PrefixCache:
     def plan(self, lease: Lease, prompt: int, total: int, exact: bool = False, marks: Sequence[int] = ()) -> list[Mark]:
         """Checkpoints that the placement policy wants from this request; see Placement.plan."""
         grid = self.geometry.grid if exact else max(self.geometry.grid, self.geometry.match_unit)
-        return self.placement.plan(lease.match, prompt, total, grid, exact, marks)
+        splits = (lease.node or self.tree.root).splits
+        return self.placement.plan(lease.match, prompt, total, grid, exact, marks, splits)
 
     def stage(self, lease: Lease, chain: Chain, marks: Sequence[Mark], now: float, turn: int = 0) -> Stage | None:
         """Reserve pages for the KV behind the hit up to the last mark, and for the states of the marks.

@@ -22,7 +22,7 @@ from perilune.serve.cache.tree import Node
 ORDERS = ("gain", "lru")
 PRIOR = 8.0  # segments of the prior of a class
 PRIOR_REUSE = 0.3  # of them, those reused within an octave of age
-MARGIN = 2.0  # gain rules until it has lost so much more: the duel sees single evictions, gain looks further
+MARGIN = 8.0  # gain rules until it has lost so much more: the duel sees single evictions, gain looks further ahead
 DECAY = 0.998  # of losses, a duel
 GHOSTS = 65536
 

@@ -7,7 +7,7 @@ conversation begins again, where the answer is long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from perilune.serve.cache.tree import Match
@@ -26,6 +26,8 @@ class Mark:
 class Placement:
     """guard: distance of one more checkpoint before the prompt's end, for prompts rewritten near their end; 0 is none.
 
+    low_fork: with a fork, one more checkpoint at the tenth percentile of the depths where recent requests left the same
+    path, for shared prefixes whose length changes from request to request.
     min_fork: least tokens that a fork saves over the checkpoint before it. min_turn: least tokens of an answer
     whose end gets a state: a shorter one is computed again sooner than a state is worth its bytes.
     keep: checkpoints that stay on a path without forks, counted from its end; 0 keeps all.
@@ -35,18 +37,27 @@ class Placement:
 
     guard: int = 0
     min_fork: int = 1
+    low_fork: bool = True
     min_turn: int = 1024
     keep: int = 2
     every: int = 0
     prompt_end: bool = True
 
     def plan(
-        self, match: Match, prompt: int, total: int, grid: int, exact: bool = False, marks: Sequence[int] = ()
+        self,
+        match: Match,
+        prompt: int,
+        total: int,
+        grid: int,
+        exact: bool = False,
+        marks: Sequence[int] = (),
+        splits: Collection[int] = (),
     ) -> list[Mark]:
         """Checkpoints for a request of `prompt` tokens that ends at `total`, deeper than its hit, in order of depth.
 
         Prefill leaves states on the `grid` and at most at prompt - 1, so that the same prompt sent again hits.
         exact: whether a turn end may lie off the grid. marks: depths that the client asks for.
+        splits: KV depths of recent requests with the same hit, this one's included.
         """
         end = floor(prompt - 1, grid)
         wanted = {floor(mark, grid): "mark" for mark in marks if mark < prompt}
@@ -56,6 +67,10 @@ class Placement:
         fork = floor(match.kv_depth, grid)
         if fork - match.depth >= self.min_fork and fork < end:
             wanted[fork] = "fork"
+            if self.low_fork and len(splits) > 1:
+                low = floor(sorted(splits)[len(splits) // 10], grid)
+                if low - match.depth >= self.min_fork:
+                    wanted.setdefault(low, "fork")
         if self.guard and end - self.guard > match.depth:
             wanted.setdefault(floor(end - self.guard, grid), "guard")
         turn = total if exact else floor(total, grid)

@@ -8,6 +8,7 @@ leaf of its own, named by its length and the digest of those last tokens.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -16,11 +17,15 @@ from typing import Any
 from perilune.serve.cache.chain import Chain
 
 DEVICE, HOST = 0, 1
+SPLITS = 16  # remembered depths at which requests left the paths below a checkpoint
 QUARANTINED = "quarantined"  # kind of a node that must not be matched, nor anything below it
 
 
 class Node:
-    """One edge of the tree and the checkpoint at its end. `state` are the checkpoint's pages, None without one."""
+    """One edge of the tree and the checkpoint at its end. `state` are the checkpoint's pages, None without one.
+
+    splits: how deep recent requests that were served from here could have been, had there been states.
+    """
 
     __slots__ = (
         "bucket",
@@ -35,6 +40,7 @@ class Node:
         "parent",
         "pins",
         "seen",
+        "splits",
         "start",
         "state",
         "tail",
@@ -62,6 +68,7 @@ class Node:
         self.turn = 0
         self.bucket = -1
         self.ghosts: list[Any] = []
+        self.splits: deque[int] = deque(maxlen=SPLITS)
 
     def below(self) -> Iterator[Node]:
         yield from self.children.values()
