@@ -142,6 +142,8 @@ def test_a_fork_comes_with_one_where_recent_requests_left_early() -> None:
     found = Match(depth=8, node=None, kv_depth=40)
     depths = [(mark.depth, mark.kind) for mark in Placement().plan(found, 60, 60, 4, splits=[40, 22, 36, 40])]
     assert depths == [(20, "fork"), (40, "fork"), (56, "prompt")]
+    depths = [mark.depth for mark in Placement().plan(found, 60, 60, 4, splits=[80, 90, 100])]
+    assert depths == [40, 56]
     depths = [mark.depth for mark in Placement(low_fork=False).plan(found, 60, 60, 4, splits=[40, 22, 36, 40])]
     assert depths == [40, 56]
 

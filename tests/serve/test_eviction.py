@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from perilune.serve.cache import Eviction, Node
 
 
@@ -64,3 +66,16 @@ def test_a_fixed_order_keeps_no_ghosts() -> None:
     eviction.evicted(gone, (rival, gone), one_page)
     assert not rival.ghosts
     assert eviction.ruler == 1
+
+
+def test_an_order_with_scores_below_zero_comes_to_an_end() -> None:
+    class Below(Eviction):
+        def scores(self, node: Node, now: float, pages: Callable[[Node], int]) -> tuple[float, float]:
+            return -1.0 * node.number, -1.0 * node.number
+
+    nodes = [node(number) for number in (1, 3, 2)]
+    gone: set[int] = set()
+    order = Below("gain").order(nodes, 0.0, one_page, lambda one: one.number not in gone)
+    for number in (3, 2, 1):
+        assert next(order)[0].number == number
+        gone.add(number)

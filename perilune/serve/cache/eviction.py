@@ -167,7 +167,7 @@ class Victims(Iterator[tuple[Node, tuple[Node, Node]]]):
                     heapq.heappop(heap)
                     continue
                 current = self._score(node)[order]
-                if current <= score * 1.0001:
+                if current <= score + 1e-4 * abs(score):
                     tops.append(node)
                     break
                 heapq.heapreplace(heap, (current, number, node))

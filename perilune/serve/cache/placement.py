@@ -69,7 +69,7 @@ class Placement:
             wanted[fork] = "fork"
             if self.low_fork and len(splits) > 1:
                 low = floor(sorted(splits)[len(splits) // 10], grid)
-                if low - match.depth >= self.min_fork:
+                if match.depth + self.min_fork <= low < fork:
                     wanted.setdefault(low, "fork")
         if self.guard and end - self.guard > match.depth:
             wanted.setdefault(floor(end - self.guard, grid), "guard")

@@ -31,12 +31,17 @@ WINDOW = 2000  # requests
 
 
 def lru(geometry: Geometry, device_bytes: int, host_bytes: int = 0) -> Perilune:
-    return Perilune(geometry, device_bytes, host_bytes, Placement(min_turn=1, keep=0), "lru", "lru")
+    return Perilune(geometry, device_bytes, host_bytes, Placement(low_fork=False, min_turn=1, keep=0), "lru", "lru")
 
 
 def mamba_radix(geometry: Geometry, device_bytes: int, host_bytes: int = 0) -> Perilune:
     return Perilune(
-        geometry, device_bytes, host_bytes, Placement(min_turn=1, keep=0, every=CHUNK), "lru", "mamba-radix"
+        geometry,
+        device_bytes,
+        host_bytes,
+        Placement(low_fork=False, min_turn=1, keep=0, every=CHUNK),
+        "lru",
+        "mamba-radix",
     )
 
 
@@ -68,7 +73,7 @@ class Marconi:
     name = "marconi"
 
     def __init__(self, geometry: Geometry, device_bytes: int, window: int = WINDOW) -> None:
-        place = Placement(min_turn=1, keep=0, prompt_end=False)
+        place = Placement(low_fork=False, min_turn=1, keep=0, prompt_end=False)
         self._caches = [Perilune(geometry, device_bytes, 0, place, MarconiOrder(alpha)) for alpha in ALPHAS]
         self._hits = [0] * len(ALPHAS)
         self._left = window
