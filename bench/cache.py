@@ -69,15 +69,15 @@ def plot(found: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4))
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4))
     for axes, name in zip(panels, ("agentic", "conversation"), strict=True):
         mine = [row for row in found if row["trace"] == name]
         for label in CACHES:
             line = [(row["gb"], row["token_hit_rate"]) for row in mine if row["cache"] == label]
-            axes.plot(*zip(*line, strict=True), "o-", label=label)
+            axes.plot(*zip(*line, strict=True), "o-" if label.startswith("perilune") else "s--", label=label)
         axes.axhline(mine[0]["token_hit_rate"], color="k", linestyle=":", label="infinite")
         axes.set(title=name, xscale="log", xlabel="cache, GB", ylabel="token hit rate")
-    panels[1].legend(fontsize="x-small")
+    panels[1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
