@@ -11,8 +11,10 @@ import torch.nn.functional as nnf
 from perilune.errors import Error
 
 # A CPU gemm takes another path below 16 rows, and splits the inner dimension by a rule that looks at the row count
-# when it is longer than 512; with full row tiles and short inner blocks every row sees one order of additions.
+# when it is longer than 512; with full row tiles and short inner blocks every row sees one order of additions. On some
+# processors the row count also matters at widths that do not fill whole vectors, so zeros fill the last one.
 _ROW_TILE = 16
+_WIDTH_TILE = 16
 _INNER_BLOCK = 512
 
 
@@ -24,11 +26,15 @@ def linear(x_TD: torch.Tensor, w_FD: torch.Tensor) -> torch.Tensor:
 def linear_exact(x_TD: torch.Tensor, w_FD: torch.Tensor) -> torch.Tensor:
     """y_TF = x_TD @ w_FD^T where each row's bits depend on that row alone (level: bitwise-batch, CPU, fp32 and fp64).
 
-    Rows are padded to a multiple of 16 and the inner dimension is cut into blocks of 512 that are added in order.
+    Rows and the inner dimension are padded to multiples of 16, and the latter is cut into blocks of 512 that are added
+    in order.
     Differentiable. Leading dimensions of x may be several; they are flattened. Raises Error when the widths differ.
     """
     if x_TD.shape[-1] != w_FD.shape[-1]:
         raise Error(f"linear_exact: x has width {x_TD.shape[-1]} but w has {w_FD.shape[-1]}; they must be equal")
+    missing = -w_FD.shape[-1] % _WIDTH_TILE
+    if missing:
+        x_TD, w_FD = nnf.pad(x_TD, (0, missing)), nnf.pad(w_FD, (0, missing))
     rows_TD = _whole_tiles(x_TD.flatten(0, -2))
     y_TF = nnf.linear(rows_TD[:, :_INNER_BLOCK], w_FD[:, :_INNER_BLOCK])
     for start in range(_INNER_BLOCK, w_FD.shape[-1], _INNER_BLOCK):

@@ -16,7 +16,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [8, 31, 128, 512, 513, 1536])
+@pytest.mark.parametrize("width", [1, 8, 31, 72, 128, 512, 513, 700, 1536])
 def test_linear_exact_rows_do_not_see_each_other(width: int, dtype: torch.dtype) -> None:
     x_TD, w_FD = _random(130, width, dtype=dtype), _random(70, width, dtype=dtype, seed=1)
     full_TF = linear_exact(x_TD, w_FD)

@@ -16,6 +16,7 @@ from perilune.ops.sequences import Sequences
 
 _KEY_TILE = 64
 _ROW_TILE = 16
+_WIDTH_TILE = 16
 
 
 @torch.no_grad()
@@ -43,7 +44,7 @@ def attention_exact(
             keys.starts[i],
             scale,
         )
-        o_THV[rows] = o_HTV.transpose(0, 1).to(v_SHV.dtype)
+        o_THV[rows] = o_HTV[..., : v_SHV.shape[-1]].transpose(0, 1).to(v_SHV.dtype)
         lse_TH[rows] = lse_HT.t()
         max_logit_H = torch.maximum(max_logit_H, m_HT.amax(-1))
     return o_THV, lse_TH, max_logit_H
@@ -81,7 +82,8 @@ def _one_sequence(
 
 
 def _heads_first(x_THW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x_THW.transpose(0, 1).to(dtype)
+    """[H, T, W padded with zeros]: at odd widths some processors' products depend on the number of rows."""
+    return torch.nn.functional.pad(x_THW.transpose(0, 1).to(dtype), (0, -x_THW.shape[-1] % _WIDTH_TILE))
 
 
 def _pad_rows(x_HTW: torch.Tensor, before: int, after: int) -> torch.Tensor:
