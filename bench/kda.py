@@ -4,8 +4,8 @@
 
 One CUDA device; K = V = 128, bfloat16, gate, L2 norm and sigmoid inside, lower bound -5, float32 final state. Every
 implementation of a row runs in the same process on the same inputs, in turns; a figure is the median of the rounds with
-the fastest and slowest round beside it. Small shapes are replayed from CUDA graphs. Peers are not installed by this
-project; fla searches its configurations for about two minutes on its first call for a new head count.
+the fastest and slowest round beside it. Small shapes are replayed from CUDA graphs. Peers: see `kda_peers.py`; they run
+where T is at most 65536 and for the head counts of --peer-heads, since fla tunes itself for every head count.
 """
 
 import argparse
@@ -15,43 +15,22 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from kda_peers import Forward, Inputs, peers, perilune, versions
 
-from perilune.config import Gate
-from perilune.ops.kda import triton as kernels
-from perilune.ops.sequences import Sequences
-
-SAFE = Gate("safe", -5.0)
 COPY = 4.3e12  # bytes a second, read and written, of a large device copy on an H200
 FORWARD_BYTES, BACKWARD_BYTES = 1282, 2310  # per token and head: every input read once, every output written once
+GRAPH_LIMIT = 2048 * 32  # token-heads up to which calls are replayed from a CUDA graph
+TRAINING_SHAPES = ((8192, 96), (8192, 32))
+FORWARD_SHAPES = (
+    (8192, 96), (65536, 96), (8192, 32), (2048, 32), (2048, 96), (8192, 4), (32768, 32), (131072, 32), (1 << 20, 32)
+)  # fmt: skip
 
 
-def make(T: int, H: int) -> list[torch.Tensor]:
+def make(T: int, H: int) -> Inputs:
     random = torch.Generator(device="cuda").manual_seed(0)
     shapes = ((T, H, 128),) * 4 + ((T, H),)
     x = [torch.randn(*shape, generator=random, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     return [*x, torch.zeros(H, device="cuda"), torch.zeros(H, 128, device="cuda")]
-
-
-def ours(x: list[torch.Tensor], save: str = "inputs") -> torch.Tensor:
-    sequences = Sequences.from_lengths([x[0].shape[0]], device="cuda")
-    return kernels.kda(*x, SAFE, None, sequences, save=save)[0]
-
-
-def fla(x: list[torch.Tensor]) -> torch.Tensor:
-    from fla.ops.kda import chunk_kda
-
-    q, k, v, g, beta, A_log, dt_bias = x
-    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -5.0}
-    batch = (t[None] for t in (q, k, v, g, beta.float().sigmoid()))
-    return chunk_kda(*batch, A_log=A_log, dt_bias=dt_bias.flatten(), output_final_state=True, **options)[0][0]
-
-
-def peers() -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
-    try:
-        import fla.ops.kda
-    except ImportError:
-        return {}
-    return {"fla": fla}
 
 
 def rounds(calls: dict[str, Callable[[], object]], count: int, graph: bool) -> dict[str, dict[str, float]]:
@@ -81,28 +60,30 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def forward_row(T: int, H: int, count: int) -> dict[str, object]:
+def forward_row(T: int, H: int, count: int, peers: dict[str, Forward]) -> dict[str, object]:
     x = make(T, H)
     with torch.no_grad():
-        calls: dict[str, Callable[[], object]] = {"perilune": lambda: ours(x)}
-        calls |= {name: (lambda peer=peer: peer(x)) for name, peer in peers().items()}
-        times = rounds(calls, count, graph=T * H <= 2048 * 32)
+        calls: dict[str, Callable[[], object]] = {"perilune": lambda: perilune(x)}
+        if 8192 <= T <= 131072 and H <= 32:
+            calls["perilune segmented"] = lambda: perilune(x, scan="segmented")
+        calls |= {name: (lambda peer=peer: peer(x)) for name, peer in peers.items()}
+        times = rounds(calls, count, graph=T * H <= GRAPH_LIMIT)
     return {"pass": "forward", "T": T, "H": H, "floor_ms": 1e3 * T * H * FORWARD_BYTES / COPY, **times}
 
 
-def training_row(T: int, H: int, count: int) -> dict[str, object]:
+def training_row(T: int, H: int, count: int, peers: dict[str, Forward]) -> dict[str, object]:
     x = make(T, H)
     d_o = torch.randn(T, H, 128, device="cuda", dtype=torch.bfloat16)
 
-    def step(run: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    def step(run: Forward) -> None:
         leaves = [t.detach().requires_grad_() for t in x]
-        run(leaves).backward(d_o)
+        run(leaves)[0].backward(d_o)
 
     calls: dict[str, Callable[[], object]] = {
-        "perilune recompute": lambda: step(ours),
-        "perilune save all": lambda: step(lambda leaves: ours(leaves, "all")),
+        "perilune recompute": lambda: step(perilune),
+        "perilune save all": lambda: step(lambda leaves: perilune(leaves, save="all")),
     }
-    calls |= {name: (lambda peer=peer: step(peer)) for name, peer in peers().items()}
+    calls |= {name: (lambda peer=peer: step(peer)) for name, peer in peers.items() if name != "FlashKDA"}
     memory = {}
     for name, call in calls.items():
         call()
@@ -123,15 +104,20 @@ def plot(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for H in sorted({row["H"] for row in rows}):
-        chosen = sorted((r for r in rows if r["H"] == H and r["pass"] == "forward"), key=lambda r: r["T"])
-        T = [row["T"] for row in chosen]
-        (line,) = axes.loglog(T, [row["perilune"]["ms"] for row in chosen], "o-", label=f"forward, H = {H}")
-        axes.loglog(T, [row["floor_ms"] for row in chosen], ":", color=line.get_color(), label=f"memory floor, H = {H}")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("ms")
-    axes.legend()
+    forward = sorted((row for row in rows if row["pass"] == "forward"), key=lambda row: row["T"])
+    heads = [H for H in (32, 96) if any(row["H"] == H for row in forward)]
+    figure, panels = plt.subplots(1, len(heads), figsize=(5 * len(heads), 4), sharey=True, squeeze=False)
+    for H, axes in zip(heads, panels[0], strict=True):
+        chosen = [row for row in forward if row["H"] == H]
+        for name, style in (("fla", "s--"), ("FlashKDA", "^--"), ("perilune", "o-")):
+            points = [(row["T"], row[name]["ms"]) for row in chosen if name in row]
+            if points:
+                axes.loglog(*zip(*points, strict=True), style, label=name)
+        axes.loglog([row["T"] for row in chosen], [row["floor_ms"] for row in chosen], "k:", label="memory floor")
+        axes.set_title(f"KDA forward, {H} heads")
+        axes.set_xlabel("tokens")
+        axes.legend()
+    panels[0][0].set_ylabel("ms")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -141,19 +127,22 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("bench/results/kda.json"))
     arguments.add_argument("--plot", type=Path)
     arguments.add_argument("--rounds", type=int, default=30)
+    arguments.add_argument("--peer-heads", type=int, nargs="*", default=[32, 96])
     options = arguments.parse_args()
-    rows = []
-    for T, H in ((2048, 32), (8192, 32), (32768, 32), (131072, 32), (2048, 96), (8192, 96), (65536, 96), (8192, 4)):
-        rows.append(forward_row(T, H, options.rounds))
-        print(json.dumps(rows[-1]), flush=True)
-        torch.cuda.empty_cache()
-    for T, H in ((8192, 96), (8192, 32)):
-        rows.append(training_row(T, H, options.rounds))
-        print(json.dumps(rows[-1]), flush=True)
-    import triton
+    found, rows = peers(), []
 
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    options.out.write_text(json.dumps({**about, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+    def keep(row: dict[str, object]) -> None:
+        """Every row is on disk as soon as it is measured."""
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        options.out.write_text(json.dumps({**versions(), "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+    for T, H in TRAINING_SHAPES:
+        keep(training_row(T, H, options.rounds, found if H in options.peer_heads else {}))
+    for T, H in FORWARD_SHAPES:
+        some = found if H in options.peer_heads and T <= 65536 else {}
+        keep(forward_row(T, H, options.rounds if T * H <= 8192 * 96 else max(options.rounds // 4, 3), some))
     if options.plot:
         plot(rows, options.plot)
 

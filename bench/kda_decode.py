@@ -23,6 +23,9 @@ import triton
 
 from perilune.config import Gate
 from perilune.ops.kda import decode, decode_cuda, decode_triton
+from perilune.ops.kda.decode_call import BLOCK, CAPACITY, CENTRE, Call
+from perilune.ops.kda.decode_exact import RawTail, exact_step_inplace
+from perilune.ops.kda.decode_replay import Replay
 
 GATE = Gate("safe", -5.0)
 DIM = 128
@@ -55,10 +58,7 @@ def pools(slots: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> tuple[
 
 def timed(calls: list[Callable[[], Any]], replays: int = 15) -> dict[str, float]:
     """Microseconds a call: all calls captured in one CUDA graph."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        calls[0]()
+    calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -109,31 +109,26 @@ class Case:
         assert self.tail is not None
         keys = torch.nn.functional.normalize(torch.randn_like(self.tail.k_SHRK, dtype=torch.float32), dim=-1)
         log = -torch.rand_like(keys)
-        for block in range(0, decode.CAPACITY, decode.BLOCK):
-            part = log[:, :, block : block + decode.BLOCK]
+        for block in range(0, CAPACITY, BLOCK):
+            part = log[:, :, block : block + BLOCK]
             part.copy_(part.cumsum(2))
         self.tail.g_SHRK.copy_(log)
-        self.tail.k_SHRK.copy_(keys * (-decode.CENTRE - log).exp())
+        self.tail.k_SHRK.copy_(keys * (-CENTRE - log).exp())
         self.tail.u_SHRV.copy_(torch.randn_like(keys))
+
+    def call(self, i: int, store: bool = True, **fields: Any) -> Call:
+        """The call on set i."""
+        return Call(*self.data[i], self.matrix, self.window, self.slots[i], self.drafts, store, **fields)
 
     def step(self, module: Any = decode_cuda, store: bool = True, repeat: int = 1, **config: Any) -> dict[str, float]:
         """The in-place kernel."""
-        calls = [
-            lambda i=i: module.step(
-                *self.data[i], self.matrix, self.window, self.slots[i], self.drafts, None, store, **config
-            )
-            for i in range(self.sets)
-        ]
+        calls = [lambda i=i: module.step(self.call(i, store), **config) for i in range(self.sets)]
         return timed(calls * repeat)
 
     def replay(self, module: Any = decode_cuda) -> dict[str, float]:
         """The in-place kernel committing all drafts."""
         accepted = lengths_at(self.batch, self.drafts)
-        calls = [
-            lambda i=i: module.step(*self.data[i], self.matrix, self.window, self.slots[i], self.drafts, accepted, True)
-            for i in range(self.sets)
-        ]
-        return timed(calls)
+        return timed([lambda i=i: module.step(self.call(i, counts_N=accepted)) for i in range(self.sets)])
 
     def tail_step(
         self,
@@ -145,27 +140,18 @@ class Case:
         **config: Any,
     ) -> dict[str, float]:
         """The tail kernel at given tail lengths."""
-        calls = [
-            lambda i=i: module.tail_step(
-                *self.data[i],
-                self.matrix,
-                self.window,
-                self.tail,
-                lengths,
-                self.slots[i],
-                self.drafts,
-                shift,
-                self.slots[i] if fold else None,
-                **config,
-            )
+        fields = [
+            {"counts_N": lengths, "tail": self.tail, "target_N": self.slots[i] if fold else None}
             for i in range(self.sets)
         ]
+        calls = [lambda i=i: module.tail_step(self.call(i, shift, **fields[i]), **config) for i in range(self.sets)]
         return timed(calls * repeat)
 
-    def fold(self, lengths: torch.Tensor, module: Any = decode_cuda, **config: Any) -> dict[str, float]:
+    def fold(self, lengths: torch.Tensor, **config: Any) -> dict[str, float]:
         """The fold kernel."""
+        pools = (self.matrix, self.tail, lengths)
         calls = [
-            lambda i=i: module.fold(self.matrix, self.tail, lengths, self.slots[i], self.slots[i], GATE, **config)
+            lambda i=i: decode_triton.fold(*pools, self.slots[i], None, self.slots[i], GATE, **config)
             for i in range(self.sets)
         ]
         return timed(calls)
@@ -181,7 +167,7 @@ def check(kernel: str, module: Any, ring: torch.dtype = torch.float32, **config:
     matrix64, window64, slots_cpu = matrix.double().cpu(), window.double().cpu(), slots.cpu()
     weights64 = double(weights)
     if kernel == "step":
-        got = module.step(inputs, weights, matrix, window, slots, 1, None, True, **config)
+        got = module.step(Call(inputs, weights, matrix, window, slots), **config)
         want = decode.decode_step_inplace(double(inputs), weights64, matrix64, window64, slots_cpu)
         return {"o": error(got.cpu()[live], want[live]), "state": error(matrix.cpu(), matrix64)}
     tail = decode.Tail.empty(6, heads, DIM, DIM, dtype=ring, device="cuda")
@@ -193,18 +179,19 @@ def check(kernel: str, module: Any, ring: torch.dtype = torch.float32, **config:
         inputs, _ = make(batch, heads)
         want = decode.decode_step_inplace(double(inputs), weights64, matrix64, window64, slots_cpu)
         steps = config if kernel == "tail" else {}
-        got = module.tail_step(inputs, weights, matrix, window, tail, lengths + token, slots, 1, True, None, **steps)
+        call = Call(inputs, weights, matrix, window, slots, counts_N=lengths + token, tail=tail)
+        got = module.tail_step(call, **steps)
         worst = max(worst, error(got.cpu()[live], want[live]))
     folds = config if kernel == "fold" else {}
-    module.fold(matrix, tail, lengths + decode.GRID, slots, slots, GATE, **folds)
+    decode_triton.fold(matrix, tail, lengths + decode.GRID, slots, None, slots, GATE, **folds)
     return {"o": worst, "state": error(matrix.cpu(), matrix64)}
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a large device-to-device copy, bytes read plus bytes written."""
-    source = torch.randn(2**30, device="cuda")
+    """TB/s of a large copy by a kernel (a `copy_` would be a copy engine's job in a graph), bytes read plus written."""
+    source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / timed([lambda: target.copy_(source)] * 3)["us"] / 1e6
+    return 2 * source.nbytes / timed([lambda: torch.add(source, 1.0, out=target)] * 3)["us"] / 1e6
 
 
 def lengths_at(batch: int, length: int) -> torch.Tensor:
@@ -251,7 +238,7 @@ def report_steps(rows: list[dict[str, Any]], name: str) -> None:
                     "at": at,
                     "mixed_us": c.tail_step(mixed, module, fold=True)["us"],
                     "step63_us": c.tail_step(lengths_at(batch, 63), module)["us"],
-                    "fold_us": c.fold(lengths_at(batch, 64), module)["us"],
+                    "fold_us": c.fold(lengths_at(batch, 64))["us"],
                 }
 
             attempt(label | {"B": batch, "H": heads}, cycle, rows)
@@ -275,6 +262,48 @@ def report_verify(rows: list[dict[str, Any]], name: str = "cuda") -> None:
             kept = {"tail_bytes": drafts * 96 * DIM * 12, "in_place_bytes": drafts * 96 * (DIM * 4 + 1) * 2}
             attempt({"kernel": name, "what": "verify", "B": batch, "H": 96, "drafts": drafts} | kept, run, rows)
             del case
+
+
+def report_replay(rows: list[dict[str, Any]]) -> None:
+    """The commit of four drafts in all layers: one launch against one a layer."""
+    drafts = 4
+    for batch, layers in ((1, 24), (16, 8), (64, 4)):
+        states = [(*make(batch * drafts, 96), *pools(batch, 96)) for _ in range(layers)]
+        slots, accepted = slots_of(batch, 1)[0], lengths_at(batch, drafts)
+        calls = [Call(*state, slots, drafts, counts_N=accepted) for state in states]
+        replay = Replay(states, slots, accepted, drafts)
+
+        def run(calls: list[Call] = calls, replay: Replay = replay) -> dict[str, Any]:
+            each = timed([lambda c=c: decode_cuda.step(c) for c in calls])["us"]
+            return {"together_us": timed([replay.run_inplace])["us"], "one_by_one_us": each * len(calls)}
+
+        label = {"kernel": "cuda", "what": "replay", "B": batch, "H": 96, "drafts": drafts, "layers": layers}
+        attempt(label | {"one_launch": replay.one_launch}, run, rows)
+        del states, calls, replay
+
+
+def report_exact(rows: list[dict[str, Any]]) -> None:
+    """A step with prefill's arithmetic, launched eagerly (it is not for CUDA graphs)."""
+    for batch, heads in ((1, 32), (1, 96), (16, 96), (64, 96)):
+        case = Case(batch, heads, sets=1)
+        raw = RawTail.empty(batch, heads, DIM, DIM, torch.bfloat16, "cuda")
+        for part in vars(raw).values():
+            part.normal_()
+
+        def run(c: Case = case, raw: RawTail = raw, batch: int = batch) -> dict[str, Any]:
+            lengths, times = lengths_at(batch, 31), []
+            for _ in range(10):
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                with torch.no_grad():
+                    exact_step_inplace(*c.data[0], c.matrix, c.window, raw, lengths, c.slots[0])
+                stop.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(stop) * 1e3)
+            return {"us": statistics.median(times[2:])}
+
+        attempt({"kernel": "exact", "what": "tail", "B": batch, "H": heads}, run, rows)
+        del case, raw
 
 
 def sweep(batch: int, heads: int, rows: list[dict[str, Any]]) -> None:
@@ -318,7 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/kda_decode.json"))
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--only", default="cuda,verify,triton", help="parts of the report")
+    parser.add_argument("--only", default="cuda,verify,replay,exact,triton", help="parts of the report")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
@@ -335,7 +364,8 @@ def main() -> None:
         if arguments.sweep:
             sweep(64, 96, rows)
         for part in arguments.only.split(",") if arguments.only else []:
-            report_verify(rows) if part == "verify" else report_steps(rows, part)
+            others = {"verify": report_verify, "replay": report_replay, "exact": report_exact}
+            others[part](rows) if part in others else report_steps(rows, part)
     finally:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1))

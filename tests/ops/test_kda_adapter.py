@@ -226,22 +226,18 @@ def test_double_inputs_stay_double() -> None:
 
 
 def test_disable_recompute_reaches_the_kernels_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from perilune.ops.kda import triton
-
     x = {name: t.float() for name, t in draw().items()}
     o, _ = chunk_kda(**x, **INSIDE, lower_bound=-5.0)
-    assert torch.equal(o, chunk_kda(**x, **INSIDE, lower_bound=-5.0, disable_recompute=True)[0])
     saved: list[str] = []
 
     def record(*raw: Any, save: str) -> tuple[torch.Tensor, ...]:
         saved.append(save)
         return kda(*raw)
 
-    monkeypatch.setattr(adapter, "implementation", lambda q, v: "triton")
-    monkeypatch.setattr(triton, "kda", record)
-    assert torch.equal(o, chunk_kda(**x, **INSIDE, lower_bound=-5.0, disable_recompute=True)[0])
-    assert saved == ["all"]
+    monkeypatch.setattr(adapter, "kda", record)
+    for flag in (True, False):
+        assert torch.equal(o, chunk_kda(**x, **INSIDE, lower_bound=-5.0, disable_recompute=flag)[0])
+    assert saved == ["all", "inputs"]
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,11 @@ def call(changes: dict[str, torch.Tensor], lengths: tuple[int, ...] = (70, 3), *
         ({"g_raw": torch.zeros(73, 2, 16, dtype=torch.int32)}, {}, "g_raw is torch.int32"),
         ({"k": torch.zeros(73, 2, 16, device="meta")}, {}, "k is on meta"),
         ({}, {"scan": "parallel"}, "scan is 'parallel'"),
+        ({}, {"save": "nothing"}, "save is 'nothing'"),
         ({}, {"checkpoints": ((64,),)}, "checkpoints has 1 entries"),
         ({}, {"checkpoints": ((60,), ())}, r"checkpoints\[0\] has 60"),
         ({}, {"checkpoints": ((0,), ())}, r"checkpoints\[0\] has 0"),
+        ({}, {"checkpoints": ((64, 64), ())}, "each position once"),
         ({}, {"checkpoints": ((64,), (64,))}, r"checkpoints\[1\] has 64"),
         ({}, {"checkpoints": ((128,), ()), "scan": "segmented"}, r"checkpoints\[0\] has 128"),
     ],
@@ -61,7 +63,7 @@ def test_the_gate_mode_is_never_guessed() -> None:
 def test_cpu_tensors_run_the_reference() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         q, v = torch.zeros(5, 2, 128, dtype=dtype), torch.zeros(5, 2, 128, dtype=dtype)
-        assert implementation(q, v) == implementation(q, v, "segmented") == "reference"
+        assert implementation(q, v) == "reference"
 
 
 def test_no_tokens_and_no_sequences() -> None:

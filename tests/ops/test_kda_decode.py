@@ -1,7 +1,7 @@
 """KDA decode in its two forms, by every kernel that this machine runs, against a float64 recurrence.
 
 On a CPU: the torch reference, and the Triton kernels in Triton's interpreter at small dims. On a GPU (marker gpu): the
-Triton kernels and decode.cu at the shipped dims.
+Triton and the CUDA kernels at the shipped dims.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from perilune.config import Gate
 from perilune.errors import Error
 from perilune.ops.kda import decode
+from perilune.ops.kda.decode_call import Call
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -44,7 +45,7 @@ class Kernel:
 
     def step(self, inputs, weights, matrix, window, slots, tokens=1, counts=None, store=True):
         if self.module is not None:
-            return self.module.step(inputs, weights, matrix, window, slots, tokens, counts, store)
+            return self.module.step(Call(inputs, weights, matrix, window, slots, tokens, store, counts))
         if not store:
             return decode.verify(inputs, weights, matrix, window, slots, tokens)
         if counts is not None:
@@ -53,7 +54,8 @@ class Kernel:
 
     def tail_step(self, inputs, weights, matrix, window, tail, lengths, slots, tokens=1, shift=True, target=None):
         if self.module is not None:
-            return self.module.tail_step(inputs, weights, matrix, window, tail, lengths, slots, tokens, shift, target)
+            pool = (inputs, weights, matrix, window, slots, tokens, shift)
+            return self.module.tail_step(Call(*pool, counts_N=lengths, tail=tail, target_N=target))
         arguments = (inputs, weights, matrix, window, tail, lengths, slots)
         if shift:
             return decode.tail_step_inplace(*arguments, target)
@@ -61,8 +63,8 @@ class Kernel:
 
     def fold(self, matrix, tail, lengths, slots, gate, target=None):
         target = slots if target is None else target
-        if self.module is not None:
-            return self.module.fold(matrix, tail, lengths, slots, target, gate)
+        if self.name == "triton":
+            return self.module.fold(matrix, tail, lengths, slots, None, target, gate)
         return decode.fold_inplace(matrix, tail, lengths, slots, gate, target)
 
 
@@ -91,10 +93,11 @@ def kernel(request) -> Kernel:
     if request.param == "torch":
         return Kernel("torch", "cpu", 16, None)
     if request.param == "cuda":
+        from perilune.ops import nvrtc
         from perilune.ops.kda import decode_cuda
 
-        if decode_cuda._missing_library() or torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("decode.cu needs a Hopper GPU and NVRTC")
+        if nvrtc.missing() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("the CUDA kernels need a Hopper GPU and NVRTC")
         return Kernel("cuda", "cuda", 128, decode_cuda)
     pytest.importorskip("triton")
     from perilune.ops.kda import decode_triton
@@ -102,7 +105,7 @@ def kernel(request) -> Kernel:
     if not GPU:
         from triton.runtime.interpreter import InterpretedFunction
 
-        if not isinstance(decode_triton._step_kernel, InterpretedFunction):
+        if not isinstance(decode_triton.step_kernel, InterpretedFunction):
             pytest.skip("triton was imported without TRITON_INTERPRET=1")
         interpreter_reads_loop_bounds()
     return Kernel("triton", "cuda" if GPU else "cpu", 128 if GPU else 16, decode_triton)
@@ -433,6 +436,44 @@ def test_graph_replay_twice_bitwise(form: str, kernel: Kernel) -> None:
         assert torch.equal(o, want)
     assert same(matrix, world.matrix)
     assert same(window, world.window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [1, 2, 8])
+def test_full_size_equals_sequences_alone(kernel: Kernel, drafts: int) -> None:
+    """64 sequences of 96 heads, more items than blocks, in both forms: the bits of a few sequences run alone."""
+    if kernel.device != "cuda":
+        pytest.skip("96 heads of 128 are for the GPU")
+    N, heads, dim = 64, 96, 128
+
+    def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    taps = [rand(heads * dim, 4, dtype=torch.float32) / 2 for _ in range(3)]
+    small = (rand(heads, dtype=torch.float32) * 0.3, rand(heads, dim, dtype=torch.float32) - 1)
+    weights = decode.Weights(*taps, *small, 1 + rand(dim, dtype=torch.float32) / 10, 1e-5, SAFE)
+    inputs = decode.Projected(*rand(4, N * drafts, heads, dim), rand(N * drafts, heads), rand(N * drafts, heads, dim))
+    matrix, window = rand(N, heads, dim, dim, dtype=torch.float32), rand(N, 3, 3 * heads * dim)
+    tail = decode.Tail.empty(N, heads, dim, dim, device="cuda")
+    for ring, scale in zip(vars(tail).values(), (1e-17, 1.0, -1.0), strict=True):
+        ring.normal_().abs_().mul_(scale)
+    slots = torch.randperm(N, device="cuda").to(torch.int32)
+    lengths = (torch.arange(N, device="cuda") % 64).to(torch.int32)
+
+    def run(x: decode.Projected, slots: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        m, w, t = matrix.clone(), window.clone(), decode.Tail(*[ring.clone() for ring in vars(tail).values()])
+        o = [kernel.tail_step(x, weights, m, w, t, lengths, slots, drafts, False)]
+        o += [kernel.step(x, weights, m, w, slots, drafts, None, store) for store in (False, True)]
+        return [*o, m[slots], w[slots], *(ring[slots] for ring in vars(t).values())]
+
+    full = run(inputs, slots, lengths)
+    assert all(x.isfinite().all() for x in full)
+    for n in (0, 13, 63):
+        rows = slice(n * drafts, (n + 1) * drafts)
+        one = decode.Projected(*[x[rows] for x in vars(inputs).values()])
+        alone = run(one, slots[n : n + 1], lengths[n : n + 1])
+        assert all(torch.equal(a, b[rows]) for a, b in zip(alone[:3], full[:3], strict=True))
+        assert all(torch.equal(a[0], b[n]) for a, b in zip(alone[3:], full[3:], strict=True))
 
 
 def test_errors_name_the_field() -> None:

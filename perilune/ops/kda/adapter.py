@@ -8,7 +8,6 @@ Legend: B batch, T tokens, N sequences, H heads of q and k, Hv heads of v (a mul
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from perilune.config import Gate
 from perilune.errors import Error
-from perilune.ops.kda import chunk, implementation, kda, prepare
+from perilune.ops.kda import Save, chunk, kda, prepare
 from perilune.ops.kda.prepare import compute_dtype
 from perilune.ops.sequences import Sequences
 
@@ -106,8 +105,9 @@ def chunk_kda(
     q_THK, k_THK, v_THV, g_THK, beta_TH = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     ratio = 1.0 if scale is None or scale == K**-0.5 else scale * K**0.5
     if use_qk_l2norm_in_kernel and use_gate_in_kernel and use_beta_sigmoid_in_kernel and not allow_neg_eigval:
+        save: Save = "all" if disable_recompute else "inputs"
         raw = (q_THK, k_THK, v_THV, g_THK, beta_TH, A_log, dt_bias, gate, state, sequences)
-        o_THV, final_NHKV = _kda_keeping_all(*raw) if disable_recompute else kda(*raw)
+        o_THV, final_NHKV = kda(*raw, save=save)
         # o is linear in q.
         o_THV = o_THV if ratio == 1.0 else o_THV * ratio
     else:
@@ -125,15 +125,6 @@ def chunk_kda(
     if not output_final_state:
         return o, None
     return o, final_NHKV.transpose(-1, -2).contiguous() if v_first else final_NHKV
-
-
-def _kda_keeping_all(*raw: Any) -> tuple[torch.Tensor, ...]:
-    """`kda` with its kernels in save mode; the reference always keeps all."""
-    if implementation(raw[0], raw[2]) != "triton":
-        return kda(*raw)
-    from perilune.ops.kda import triton
-
-    return partial(triton.kda, save="all")(*raw)
 
 
 def _gate(inside: bool, safe_gate: bool, lower_bound: float | None, A_log: torch.Tensor | None) -> Gate:

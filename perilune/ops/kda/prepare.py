@@ -21,6 +21,18 @@ MAX_ARGUMENT = 80.0
 MAX_DECAY = 1e4
 
 
+class Raw(NamedTuple):
+    """The tensors of one call of `kda`, before gate, L2 norm and sigmoid."""
+
+    q_THK: torch.Tensor
+    k_THK: torch.Tensor
+    v_THV: torch.Tensor
+    g_raw_THK: torch.Tensor
+    beta_logit_TH: torch.Tensor
+    A_log_H: torch.Tensor
+    dt_bias_HK: torch.Tensor
+
+
 class Activated(NamedTuple):
     """Inputs of the recurrence in the compute dtype (fp32, or fp64 if any input is fp64).
 

@@ -9,33 +9,38 @@ import torch
 
 from perilune.config import Gate
 from perilune.ops.kda.chunk import chunk
-from perilune.ops.kda.prepare import Activated, compute_dtype, prepare
-from perilune.ops.kda.segments import chunk_segmented
+from perilune.ops.kda.prepare import Activated, Raw, compute_dtype, prepare
+from perilune.ops.kda.segments import chunk_segmented, segment_maps
 from perilune.ops.sequences import Sequences
 
 
 def kda(
-    q_THK: torch.Tensor,
-    k_THK: torch.Tensor,
-    v_THV: torch.Tensor,
-    g_raw_THK: torch.Tensor,
-    beta_logit_TH: torch.Tensor,
-    A_log_H: torch.Tensor,
-    dt_bias_HK: torch.Tensor,
+    raw: Raw,
     gate: Gate,
-    initial_state_NHKV: torch.Tensor | None,
+    initial_NHKV: torch.Tensor | None,
     sequences: Sequences,
     checkpoints: tuple[tuple[int, ...], ...] | None = None,
     scan: str = "serial",
 ) -> tuple[torch.Tensor, ...]:
     """`perilune.ops.kda.kda` in plain torch, computed in fp32 (fp64 for fp64 inputs)."""
-    q, k, g, beta = prepare(q_THK, k_THK, g_raw_THK, beta_logit_TH, A_log_H, dt_bias_HK, gate)
-    v = v_THV.to(q.dtype)
-    initial = None if initial_state_NHKV is None else initial_state_NHKV.to(q.dtype)
+    q, k, g, beta = _activated(raw, gate)
+    v = raw.v_THV.to(q.dtype)
+    initial = None if initial_NHKV is None else initial_NHKV.to(q.dtype)
     run = chunk_segmented if scan == "segmented" else chunk
     o_THV, final_NHKV, states = run(q, k, v, g, beta, initial, sequences, gate.lower_bound, checkpoints)
-    o_THV = o_THV.to(v_THV.dtype)
+    o_THV = o_THV.to(raw.v_THV.dtype)
     return (o_THV, final_NHKV) if states is None else (o_THV, final_NHKV, states)
+
+
+def kda_maps(raw: Raw, gate: Gate, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    """`perilune.ops.kda.kda_maps` in plain torch."""
+    _, k, g, beta = _activated(raw, gate)
+    return segment_maps(k, raw.v_THV.to(k.dtype), g, beta, sequences, gate.lower_bound)
+
+
+def _activated(raw: Raw, gate: Gate) -> Activated:
+    q, k, _, g_raw, beta_logit, A_log, dt_bias = raw
+    return prepare(q, k, g_raw, beta_logit, A_log, dt_bias, gate)
 
 
 def recurrence(
@@ -68,4 +73,4 @@ def recurrence(
     return o_THV, torch.stack(finals) if finals else q_THK.new_zeros(0, H, K, V)
 
 
-__all__ = ["Activated", "chunk", "chunk_segmented", "compute_dtype", "kda", "prepare", "recurrence"]
+__all__ = ["Activated", "chunk", "chunk_segmented", "compute_dtype", "kda", "kda_maps", "prepare", "recurrence"]

@@ -112,13 +112,15 @@ def chunk_table(sequences: Sequences, heads: int, width: int) -> ChunkTable:
 
 
 def check_checkpoints(sequences: Sequences, checkpoints: tuple[tuple[int, ...], ...]) -> None:
-    """Raise Error unless there is one tuple per sequence and each position is a multiple of 64 inside the sequence."""
+    """Raise Error unless there is one tuple per sequence, of different multiples of 64 inside the sequence."""
     if len(checkpoints) != sequences.count:
         raise Error(f"checkpoints has {len(checkpoints)} entries; one tuple a sequence makes {sequences.count}")
     for n, (positions, start, length) in enumerate(zip(checkpoints, sequences.starts, sequences.lengths, strict=True)):
         for p in positions:
             if p % CHUNK or not start < p <= start + length:
                 raise Error(f"checkpoints[{n}] has {p}; must be a multiple of {CHUNK} in ({start}, {start + length}]")
+        if len(set(positions)) < len(positions):
+            raise Error(f"checkpoints[{n}] is {positions}; each position once")
 
 
 def checkpoint_marks(

@@ -1,0 +1,67 @@
+"""KDA as this project and its public peers compute it, on the same inputs; used by `kda.py` and `kda_errors.py`.
+
+Peers are not installed by this project. fla-core (flash-linear-attention) searches its configurations for about two
+minutes on its first call for a new head count; FlashKDA has a forward only.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from perilune.config import Gate
+from perilune.ops.kda import kda
+from perilune.ops.sequences import Sequences
+
+BOUND = -5.0
+Inputs = list[torch.Tensor]  # q, k, v, g_raw [T, H, 128], beta_logit [T, H], A_log [H], dt_bias [H, 128]
+Forward = Callable[[Inputs], tuple[torch.Tensor, torch.Tensor]]  # to o [T, H, 128] and the final state [H, 128, 128]
+
+
+def perilune(x: Inputs, **options: str) -> tuple[torch.Tensor, torch.Tensor]:
+    sequences = Sequences.from_lengths([x[0].shape[0]], device=x[0].device)
+    o, final = kda(*x, Gate("safe", BOUND), None, sequences, **options)  # type: ignore[arg-type]
+    return o, final[0]
+
+
+def fla(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    from fla.ops.kda import chunk_kda
+
+    *raw, A_log, dt_bias = x
+    inside = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
+    options = {**inside, "output_final_state": True, "safe_gate": True, "lower_bound": BOUND}
+    o, final = chunk_kda(*(t[None] for t in raw), A_log=A_log, dt_bias=dt_bias.flatten(), **options)
+    return o[0], final[0]
+
+
+def flashkda(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    import flash_kda
+
+    *raw, A_log, dt_bias = x
+    (_, H, K), o = x[0].shape, torch.empty_like(x[2])
+    final = torch.empty(1, H, K, K, dtype=torch.float32, device=o.device)  # value dim first
+    flash_kda.fwd(*(t[None] for t in raw), K**-0.5, o[None], A_log, dt_bias, BOUND, final_state=final)
+    return o, final[0].transpose(-1, -2)
+
+
+def peers() -> dict[str, Forward]:
+    """Those that can be imported."""
+    found: dict[str, Forward] = {}
+    for name, module, call in (("fla", "fla.ops.kda", fla), ("FlashKDA", "flash_kda", flashkda)):
+        try:
+            __import__(module)
+        except ImportError:
+            continue
+        found[name] = call
+    return found
+
+
+def versions() -> dict[str, str]:
+    import triton
+
+    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    for module in ("fla", "flash_kda"):
+        try:
+            found[module] = str(getattr(__import__(module), "__version__", "unknown"))
+        except ImportError:
+            continue
+    return found

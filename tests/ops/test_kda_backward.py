@@ -1,0 +1,163 @@
+"""KDA's backward kernels: what their gradients must not depend on, gradients through states at checkpoints, and which
+kernel does them."""
+
+import pytest
+import torch
+from kda_kernels import CUDA, NAMES, SAFE, SOFTPLUS, check, error, gpu, interpreted, kernels, make, recurrence, run
+
+from perilune.config import Gate
+from perilune.ops.kda import Raw, gradients_cuda
+from perilune.ops.sequences import Sequences
+
+PER_TOKEN = NAMES[:5]
+
+
+def gradients(inputs, sequences, weights, final_weights=None, **options):
+    """Gradients of a fixed projection of the outputs (and of the final states)."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    o, final = run(leaves, SAFE, sequences, **options)[:2]
+    loss = (o.float() * weights).sum()
+    if final_weights is not None:
+        loss = loss + (final * final_weights).sum()
+    loss.backward()
+    return dict(zip(NAMES, (x.grad for x in leaves), strict=True))
+
+
+def draw(*shape):
+    device = "cuda" if CUDA else "cpu"
+    return torch.randn(*shape, generator=torch.Generator(device=device).manual_seed(3), device=device)
+
+
+def packed_and_alone(sizes, **options):
+    """A sequence's gradients among others and by itself; the state's too."""
+    inputs, sequences = make([10, 130, 0, 65], [0, 36, 7, 64], **sizes)
+    o, final = draw(*inputs[2].shape), draw(*inputs[7].shape)
+    together = gradients(inputs, sequences, o, final, **options)
+    for n, (a, b) in enumerate(((0, 10), (10, 140), (140, 140), (140, 205))):
+        if a == b:
+            continue
+        device = inputs[0].device
+        part = Sequences.from_lengths([b - a], [sequences.starts[n]], device)
+        mine = [*(x[a:b] for x in inputs[:5]), *inputs[5:7], inputs[7][n : n + 1]]
+        alone = gradients(mine, part, o[a:b], final[n : n + 1], **options)
+        assert all(torch.equal(alone[name], together[name][a:b]) for name in PER_TOKEN)
+        assert torch.equal(alone["initial"][0], together["initial"][n])
+
+
+@interpreted
+def test_packing_changes_no_bit():
+    packed_and_alone({"H": 1, "K": 16, "V": 16})
+
+
+@gpu
+@pytest.mark.parametrize("save", ["inputs", "all"])
+def test_gpu_packing_changes_no_bit(save):
+    packed_and_alone({"H": 3, "K": 128, "V": 128, "dtype": torch.bfloat16}, save=save)
+
+
+@gpu
+def test_gpu_heads_change_no_bit():
+    """From 72 heads on the reverse scan takes all of V in one program."""
+    inputs, sequences = make([200], H=80, K=128, V=128, dtype=torch.bfloat16)
+    weights = draw(*inputs[2].shape)
+    many = gradients(inputs, sequences, weights)
+    few = gradients([*(x[:, 7:10] for x in inputs[:5]), *(x[7:10] for x in inputs[5:7]), inputs[7][:, 7:10]],
+                    sequences, weights[:, 7:10])  # fmt: skip
+    assert all(torch.equal(few[name], many[name][:, 7:10]) for name in PER_TOKEN)
+
+
+def states(sizes, bound):
+    """Gradients that enter at states in the middle, at the end of a chunk that is the last, and from outputs."""
+    inputs, sequences = make([66, 64], [100, 0], **sizes)
+    marks = ((128,), (64,))
+    weights = draw(2, *inputs[7].shape[1:])
+    ours = [x.clone().requires_grad_() for x in inputs]
+    o, _, at = run(ours, SAFE, sequences, checkpoints=marks)
+    ((at * weights).sum() + o.float().square().sum()).backward()
+    exact = [x.double().cpu().requires_grad_() for x in inputs]
+    o, final, at = recurrence(*exact, SAFE, sequences, at=marks[0])
+    weights = weights.double().cpu()
+    ((at[0] * weights[0]).sum() + (final[1] * weights[1]).sum() + o.square().sum()).backward()
+    for name, a, b in zip(NAMES, ours, exact, strict=True):
+        assert error(a.grad, b.grad) < bound, name
+
+
+@interpreted
+def test_gradients_through_states_at_checkpoints():
+    states({"H": 1, "K": 16, "V": 16}, 5e-5)
+
+
+@gpu
+def test_gpu_gradients_through_states_at_checkpoints():
+    states({"H": 3, "K": 128, "V": 128, "dtype": torch.bfloat16}, 1.5e-2)
+
+
+@interpreted
+def test_only_the_final_state_is_used():
+    """No gradient of the outputs at all."""
+    inputs, sequences = make([66], H=1, K=16, V=16, kind="slow")
+    ours = [x.clone().requires_grad_() for x in inputs]
+    run(ours, SAFE, sequences)[1].square().sum().backward()
+    exact = [x.double().requires_grad_() for x in inputs]
+    recurrence(*exact, SAFE, sequences)[1].square().sum().backward()
+    for name, a, b in zip(NAMES[1:], ours[1:], exact[1:], strict=True):
+        assert error(a.grad, b.grad) < 5e-5, name
+    assert not ours[0].grad.any()
+
+
+BF16 = {"K": 128, "V": 128, "dtype": torch.bfloat16}
+
+
+@gpu
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127, 1000])
+def test_gpu_lengths(T):
+    check(*make([T], H=5, **BF16), SAFE, 7e-3, 1e-2, loose=3e-2)
+
+
+@gpu
+@pytest.mark.parametrize("gate", [SAFE, SOFTPLUS], ids=["safe", "softplus"])
+@pytest.mark.parametrize("K", [64, 128])
+def test_gpu_without_nvrtc(K, gate, monkeypatch):
+    """The Triton kernels of B3, which run where gradients.cu does not."""
+    monkeypatch.setattr(gradients_cuda, "why_not", lambda x: "for the test")
+    inputs, sequences = make([70, 1, 129], H=2, K=K, V=K, dtype=torch.bfloat16)
+    check(inputs, sequences, gate, 7e-3, 2e-2, loose=3e-2)
+
+
+@gpu
+def test_gpu_views_and_an_expanded_gradient():
+    """q, k, v, g, beta inside larger tensors of NaN; the gradient of a sum has stride 0."""
+    inputs, sequences = make([70, 33], [0, 90], H=3, **BF16)
+    *raw, A_log, dt_bias, initial = inputs
+
+    def inside(x):
+        wide = torch.full((x.shape[0] + 6, 5, *(d + 32 for d in x.shape[2:])), torch.nan, device="cuda", dtype=x.dtype)
+        view = wide[3:-3, 1:4, 16:-16] if x.dim() == 3 else wide[3:-3, 1:4]
+        view.copy_(x)
+        return view
+
+    def grads(tensors):
+        leaves = [x.detach().requires_grad_() for x in (*tensors, A_log, dt_bias, initial)]
+        run(leaves, SAFE, sequences)[0].sum().backward()
+        return [x.grad for x in leaves]
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(raw), grads([inside(x) for x in raw]), strict=True))
+
+
+@gpu
+def test_gpu_which_kernel():
+    inputs, sequences = make([70], H=2, **BF16)
+
+    def name(tensors, gate=SAFE):
+        return kernels.gradients_name(kernels.inputs(Raw(*tensors[:7]), gate, sequences))
+
+    assert name(inputs) == "cuda"
+    assert name(inputs, SOFTPLUS) == "triton"
+    assert name(inputs, Gate("safe", -6.0)) == "triton"
+    assert name([inputs[0].repeat(1, 1, 2)[:, :, ::2], *inputs[1:]]) == "triton"
+
+
+def test_why_not_says_what_is_missing():
+    inputs, sequences = make([5], H=1, K=128, V=128)
+    x = kernels.inputs(Raw(*inputs[:7]), SAFE, sequences)
+    assert gradients_cuda.why_not(x).startswith("a tensor is not bfloat16" if CUDA else "cpu is not a Hopper GPU")

@@ -1,0 +1,92 @@
+"""gradients.cu on the CPU (see warp_on_cpu.h) against the float64 recurrence.
+
+Inputs and what K1 and the scans leave are rounded to bfloat16, as on the GPU; the rest follows in float32. Relative
+Frobenius 1e-2 (found: 3e-3), 3e-2 where (I + L)^-1 amplifies rounding, 5e-2 in d A_log, a sum over all tokens that
+nearly cancels.
+"""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from kda_kernels import NAMES, SAFE, error, interpreted, make, recurrence
+from warp_on_cpu import build, needs_compiler
+
+from perilune.ops.kda import gradients_cuda
+from perilune.ops.kda.triton_backward import entry_states, reverse_scan
+from perilune.ops.kda.triton_forward import Inputs, prepare
+from perilune.ops.kda.triton_layout import layout
+
+HEADS, STRIDE = 2, 3 * 256
+pytestmark = [interpreted, needs_compiler]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The kernel for two heads, and tokens of q, k and g three times as far apart as packed ones."""
+    defines = {"BETA": "float", "HEADS": HEADS, **dict.fromkeys(("Q_TOKEN", "K_TOKEN", "G_TOKEN"), STRIDE)}
+    return build(tmp_path_factory.mktemp("gradients"), gradients_cuda.SOURCES, "gradients", defines)
+
+
+def spread(x):
+    """x with other tensors between its tokens, NaN like the tokens around it."""
+    wide = torch.full((len(x) + 2, 6, 128), torch.nan, dtype=torch.bfloat16)
+    wide[1:-1, 2:4] = x
+    return wide[1:-1, 2:4]
+
+
+def gradients(library, inputs, sequences):
+    """dq, dk, dv, dg, d beta, d A_log and d dt_bias of the kernel; the gradients of outputs and final states."""
+    *tensors, initial = inputs
+    random = torch.Generator().manual_seed(5)
+    d_o = torch.randn(inputs[2].shape, generator=random).bfloat16()
+    d_final = 0.1 * torch.randn(initial.shape, generator=random)
+
+    x = Inputs(*tensors, SAFE, layout(sequences, d_o.device))
+    p = prepare(x)
+    p = replace(p, **{name: getattr(p, name).bfloat16().float() for name in ("w", "q", "k", "A", "P")})
+    S, U = entry_states(x, p, initial)
+    _, dS, dU = reverse_scan(x, p, d_o.float(), d_final, None, None)
+    q, k, v, g, *rest = tensors
+    low = Inputs(spread(q), spread(k), v.bfloat16(), spread(g), *rest, SAFE, x.layout)
+    A, S, U, dS, dU = (y.bfloat16() for y in (p.A, S, U, dS, dU))
+    arguments, outputs = gradients_cuda.arguments(low, A, p.norms, S, U, dS, dU, d_o)
+    for y in outputs:
+        y.fill_(torch.nan)
+    assert library.shared_bytes() == gradients_cuda.SHARED_BYTES
+    library.run(2, ctypes.byref(arguments))
+    return (*outputs[:5], outputs[5].sum((0, 2)), outputs[6].sum(0)), d_o, d_final
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "starts"),
+    [
+        ("random", [130], [0]),
+        ("strong", [1, 0, 66, 15], [0, 7, 100, 64]),
+        ("slow", [65], [0]),
+        ("identical", [66], [0]),
+    ],
+)
+def test_gradients(library, kind, lengths, starts):
+    inputs, sequences = make(lengths, starts, H=HEADS, K=128, V=128, kind=kind)
+    for x in inputs[:4]:
+        x.copy_(x.bfloat16())
+    found, d_o, d_final = gradients(library, inputs, sequences)
+    exact = [y.double().requires_grad_() for y in inputs]
+    o, final, _ = recurrence(*exact, SAFE, sequences)
+    ((o * d_o.double()).sum() + (final * d_final.double()).sum()).backward()
+    for name, a, b in zip(NAMES, found, exact, strict=False):
+        bound = 5e-2 if name == "A_log" else 1e-2
+        if kind == "identical" and name in ("v", "beta"):
+            bound = 3e-2
+        assert error(a, b.grad) < bound, name
+
+
+def test_saturated_gates(library):
+    """Raw gates of +-10^4 times e^10: nothing but finite numbers."""
+    inputs, sequences = make([66], H=HEADS, K=128, V=128)
+    inputs[3] = torch.where(inputs[3] > 0, 1e4, -1e4)
+    inputs[5] = torch.full_like(inputs[5], 10.0)
+    found = gradients(library, inputs, sequences)[0]
+    assert all(torch.isfinite(x.float()).all() for x in found)
