@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from perilune.config import ModelConfig
+from perilune.model.paged_rows import PagedRows
 from perilune.model.parts import Parts
 from perilune.model.state import MlaState
 from perilune.ops.activation import sigmoid
@@ -44,10 +45,14 @@ class MlaLayer(nn.Module):
         self.o_proj = nn.Linear(mla.num_heads * mla.v_head_dim, d, bias=False)
 
     def forward(
-        self, x_TD: torch.Tensor, sequences: Sequences, parts: Parts, states: Sequence[MlaState] | None = None
-    ) -> tuple[torch.Tensor, list[MlaState] | None, torch.Tensor]:
+        self,
+        x_TD: torch.Tensor,
+        sequences: Sequences,
+        parts: Parts,
+        states: Sequence[MlaState | PagedRows] | None = None,
+    ) -> tuple[torch.Tensor, list[MlaState | PagedRows] | None, torch.Tensor]:
         """x_TD -> (y_TD, successors of `states` or None, exact largest logit of each head, float32 or wider [H])."""
-        q_THQ = self._queries(x_TD, parts).unflatten(-1, (self.heads, self.nope + self.rope))
+        q_THQ = self.queries(x_TD, parts).unflatten(-1, (self.heads, self.nope + self.rope))
         c_TR, k_rope_TO = parts.linear(x_TD, self.kv_a_proj.weight).split([self.rank, self.rope], dim=-1)
         rows_TL = torch.cat([rms_norm(c_TR, self.kv_a_norm, self.eps), k_rope_TO], dim=-1)
         after = None
@@ -57,7 +62,7 @@ class MlaLayer(nn.Module):
             after = [s.append(rows_TL[cut[i] : cut[i + 1]]) for i, s in enumerate(states)]
             rows_SL = torch.cat([s.rows_SL for s in after])
             keys = Sequences.from_lengths([s.length for s in after], device=x_TD.device)
-        k_SHQ, v_SHV = self._keys_values(rows_SL, parts)
+        k_SHQ, v_SHV = self.keys_values(rows_SL, parts)
         o_THV, _, max_logit_H = parts.mla(q_THQ, k_SHQ, v_SHV, sequences, keys, self.scale)
         o_TX = o_THV.flatten(-2)
         if hasattr(self, "g_proj"):
@@ -65,13 +70,15 @@ class MlaLayer(nn.Module):
             o_TX = o_TX * sigmoid(parts.linear(x_TD, self.g_proj.weight))
         return parts.linear(o_TX, self.o_proj.weight), after, max_logit_H
 
-    def _queries(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def queries(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
+        """[T, H * Q], each head's nope part before its rope part."""
         if hasattr(self, "q_proj"):
             return parts.linear(x_TD, self.q_proj.weight)
         q_TR = rms_norm(parts.linear(x_TD, self.q_a_proj.weight), self.q_a_norm, self.eps)
         return parts.linear(q_TR, self.q_b_proj.weight)
 
-    def _keys_values(self, rows_SL: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, rows_SL: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cache rows -> k_SHQ and v_SHV."""
         c_SR, k_rope_SO = rows_SL.split([self.rank, self.rope], dim=-1)
         kv = parts.linear(c_SR, self.kv_b_proj.weight).unflatten(-1, (self.heads, self.nope + self.v_dim))
         k_nope_SHP, v_SHV = kv.split([self.nope, self.v_dim], dim=-1)

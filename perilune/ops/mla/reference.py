@@ -1,8 +1,9 @@
 """Causal softmax attention over packed sequences, with its own backward pass.
 
 The queries of a sequence are the last tokens of its keys, so query t (counted in the sequence's queries) sees keys
-0 .. (keys - queries) + t. Softmax and sums are in max(fp32, dtype). The weights are made for 64 queries at a time
-and made again in the backward pass: memory grows with T, never with T^2.
+0 .. (keys - queries) + t; without `causal` every query sees all keys of its sequence. Softmax and sums are in
+max(fp32, dtype). The weights are made for 64 queries at a time and made again in the backward pass: memory grows with
+T, never with T^2.
 
 Legend: T query tokens, S key tokens, H heads, Q query/key width, V value width.
 """
@@ -25,22 +26,28 @@ _BLOCK_NUMBERS = 1 << 24
 
 
 def attention(
-    q_THQ: torch.Tensor, k_SHQ: torch.Tensor, v_SHV: torch.Tensor, queries: Sequences, keys: Sequences, scale: float
+    q_THQ: torch.Tensor,
+    k_SHQ: torch.Tensor,
+    v_SHV: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    scale: float,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o_THV = softmax(scale q k^T, causal) v per sequence; also lse_TH and max_logit_H.
-
-    o_THV has v's dtype. lse_TH (natural log of the sum of exponentials) and max_logit_H (the exact largest
-    scale * q k over all visible pairs, -inf without any; what QK-clip needs) are in max(fp32, dtype) and carry no
-    gradient. Level: bitwise-layout, and packed = separate bit for bit on CPU.
-    Raises Error when shapes do not fit or a sequence has fewer keys than queries.
-    """
-    check_attention("attention", q_THQ, k_SHQ, v_SHV, queries, keys)
-    o_THV, lse_TH, max_logit_H = _Attention.apply(q_THQ, k_SHQ, v_SHV, queries, keys, scale)  # type: ignore[no-untyped-call]
+    """See `ops.mla.attention`."""
+    check_attention("attention", q_THQ, k_SHQ, v_SHV, queries, keys, causal)
+    o_THV, lse_TH, max_logit_H = _Attention.apply(q_THQ, k_SHQ, v_SHV, queries, keys, scale, causal)  # type: ignore[no-untyped-call]
     return o_THV, lse_TH, max_logit_H
 
 
 def check_attention(
-    op: str, q_THQ: torch.Tensor, k_SHQ: torch.Tensor, v_SHV: torch.Tensor, queries: Sequences, keys: Sequences
+    op: str,
+    q_THQ: torch.Tensor,
+    k_SHQ: torch.Tensor,
+    v_SHV: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    causal: bool = True,
 ) -> None:
     """Raise Error unless the tensors and the two cuts fit together."""
     queries.check_total(f"{op}: q_THQ", q_THQ.shape[0])
@@ -52,7 +59,7 @@ def check_attention(
     if queries.count != keys.count:
         raise Error(f"{op}: {queries.count} sequences of queries but {keys.count} of keys; must be equal")
     for i, (n, s) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
-        if s < n:
+        if causal and s < n:
             raise Error(f"{op}: keys.lengths[{i}] is {s}; must be >= queries.lengths[{i}] = {n}")
 
 
@@ -66,15 +73,17 @@ class _Attention(torch.autograd.Function):
         queries: Sequences,
         keys: Sequences,
         scale: float,
+        causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q_HTQ, k_HSQ, v_HSV = (widen(x).transpose(0, 1) for x in (q_THQ, k_SHQ, v_SHV))
         heads, tokens = q_HTQ.shape[:2]
-        o_THV = q_HTQ.new_empty(tokens, heads, v_HSV.shape[-1])
+        # 0 and -inf stay where a sequence has no key.
+        o_THV = q_HTQ.new_zeros(tokens, heads, v_HSV.shape[-1])
         o_HTV = o_THV.transpose(0, 1)
-        lse_HT = q_HTQ.new_empty(heads, tokens)
+        lse_HT = q_HTQ.new_full((heads, tokens), float("-inf"))
         max_logit_H = q_HTQ.new_full((heads,), float("-inf"))
-        future = _future(q_HTQ.device)
-        for h, rows, cols in _blocks(queries, keys, heads):
+        future = _future(q_HTQ.device) if causal else None
+        for h, rows, cols in _blocks(queries, keys, heads, causal):
             s_HTS = _logits(q_HTQ[h, rows], k_HSQ[h, cols], scale, future)
             m_HT1 = s_HTS.amax(-1, keepdim=True)
             max_logit_H[h] = torch.maximum(max_logit_H[h], m_HT1.amax((1, 2)))
@@ -84,7 +93,7 @@ class _Attention(torch.autograd.Function):
             lse_HT[h, rows] = m_HT1.add_(z_HT1.log_()).squeeze(-1)
         lse_TH = lse_HT.t().contiguous()
         ctx.save_for_backward(q_THQ, k_SHQ, v_SHV, o_THV, lse_TH)
-        ctx.queries, ctx.keys, ctx.scale = queries, keys, scale
+        ctx.queries, ctx.keys, ctx.scale, ctx.causal = queries, keys, scale, causal
         ctx.mark_non_differentiable(lse_TH, max_logit_H)
         return o_THV.to(v_SHV.dtype), lse_TH, max_logit_H
 
@@ -96,8 +105,8 @@ class _Attention(torch.autograd.Function):
         lse_HT1 = lse_TH.t().unsqueeze(-1)
         # delta = sum_V d_o o is what the softmax Jacobian takes off.
         delta_HT1 = (d_o_HTV * o_THV.transpose(0, 1)).sum(-1, keepdim=True)
-        future = _future(q_HTQ.device)
-        for h, rows, cols in _blocks(ctx.queries, ctx.keys, q_HTQ.shape[0]):
+        future = _future(q_HTQ.device) if ctx.causal else None
+        for h, rows, cols in _blocks(ctx.queries, ctx.keys, q_HTQ.shape[0], ctx.causal):
             q, k, v, d_o = q_HTQ[h, rows], k_HSQ[h, cols], v_HSV[h, cols], d_o_HTV[h, rows]
             p_HTS = _logits(q, k, ctx.scale, future).sub_(lse_HT1[h, rows]).exp_()
             d_v_HSV[h, cols].baddbmm_(p_HTS.transpose(1, 2), d_o)
@@ -105,28 +114,30 @@ class _Attention(torch.autograd.Function):
             d_q_HTQ[h, rows] = torch.bmm(d_s_HTS, k)
             d_k_HSQ[h, cols].baddbmm_(d_s_HTS.transpose(1, 2), q)
         d_q, d_k, d_v = (x.transpose(0, 1) for x in (d_q_HTQ, d_k_HSQ, d_v_HSV))
-        return d_q.to(q_THQ.dtype), d_k.to(k_SHQ.dtype), d_v.to(v_SHV.dtype), None, None, None
+        return d_q.to(q_THQ.dtype), d_k.to(k_SHQ.dtype), d_v.to(v_SHV.dtype), None, None, None, None
 
 
-def _blocks(queries: Sequences, keys: Sequences, heads: int) -> Iterator[tuple[slice, slice, slice]]:
+def _blocks(queries: Sequences, keys: Sequences, heads: int, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
     """(heads, query rows, the keys that the last of these rows may see), covering all pairs."""
     for i, length in enumerate(queries.lengths):
         first_row, first_col = queries.offsets[i], keys.offsets[i]
         before = keys.lengths[i] - length
         for start in range(0, length, _QUERY_BLOCK):
             end = min(start + _QUERY_BLOCK, length)
-            visible = before + end
+            visible = before + end if causal else keys.lengths[i]
+            if not visible:
+                continue
             group = max(1, _BLOCK_NUMBERS // ((end - start) * visible))
             for h in range(0, heads, group):
                 rows = slice(first_row + start, first_row + end)
                 yield slice(h, h + group), rows, slice(first_col, first_col + visible)
 
 
-def _logits(q_HTQ: torch.Tensor, k_HSQ: torch.Tensor, scale: float, future: torch.Tensor) -> torch.Tensor:
-    """s_HTS, -inf where the key lies after the query; the last T - 1 keys are the triangle."""
+def _logits(q_HTQ: torch.Tensor, k_HSQ: torch.Tensor, scale: float, future: torch.Tensor | None) -> torch.Tensor:
+    """s_HTS, -inf where the key lies after the query; with `future` the last T - 1 keys are the triangle."""
     s_HTS = torch.bmm(q_HTQ, k_HSQ.transpose(1, 2)).mul_(scale)
     rows = q_HTQ.shape[1]
-    if rows > 1:
+    if future is not None and rows > 1:
         s_HTS[:, :, 1 - rows :].masked_fill_(future[:rows, : rows - 1], float("-inf"))
     return s_HTS
 
