@@ -6,7 +6,7 @@ Legend: T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +18,9 @@ from perilune.model.kda import KdaLayer
 from perilune.model.mla import MlaLayer
 from perilune.model.moe import DenseMlp, SparseMoe
 from perilune.model.parts import DEFAULT, Parts
+from perilune.model.residual import Mixer, Site, Stream
 from perilune.model.state import LayerState, SequenceState
-from perilune.ops.attnres import mix
 from perilune.ops.moe import Routing
-from perilune.ops.norm import rms_norm
 from perilune.ops.sequences import Sequences
 
 
@@ -44,18 +43,8 @@ class Hidden:
     taps: dict[int, torch.Tensor]
 
 
-class Mixer(nn.Module):
-    """Learned softmax over residual blocks: one normalised query against each source (Block AttnRes)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.eps = config.rms_norm_eps
-        self.norm_D = nn.Parameter(torch.empty(config.hidden_size))
-        self.query_D = nn.Parameter(torch.empty(config.hidden_size))
-
-    def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sources [T, D] each -> their mixture [T, D]."""
-        return mix(sources, self.norm_D, self.query_D, self.eps)
+# (0-based layer, its attention module, normed x_TD) -> y_TD
+Attend = Callable[[int, nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Layer(nn.Module):
@@ -126,37 +115,51 @@ class Transformer(nn.Module):
         (negative indices count from the end). stats: filled with routings and largest attention logits.
         """
         sequences = self._check(tokens_T, sequences, state)
-        bank: list[torch.Tensor] = []
-        live_TD = self.embed(tokens_T)
         after: list[list[LayerState]] = [[] for _ in range(sequences.count)]
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            x_TD = layer.attn_res([*bank, live_TD]) if bank else live_TD
-            if layer.starts_block:
-                bank.append(live_TD)
+
+        def attend(index: int, attn: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
             before = None if state is None else [s.layers[index] for s in state]
-            x_TD = rms_norm(x_TD, layer.attn_norm_D, layer.eps)
-            y_TD, successors, *rest = layer.attn(x_TD, sequences, self.parts, before)
+            y_TD, successors, *rest = attn(x_TD, sequences, self.parts, before)
             for mine, successor in zip(after, successors or (), strict=False):
                 mine.append(successor)
             if stats is not None and rest:
                 stats.max_logit[index] = rest[0]
-            # A block's sum starts from its first layer's output, not from the stream before it.
-            live_TD = y_TD if layer.starts_block else live_TD + y_TD
-            x_TD = layer.ffn_res([*bank, live_TD]) if bank else live_TD
-            x_TD = rms_norm(x_TD, layer.ffn_norm_D, layer.eps)
+            attended: torch.Tensor = y_TD
+            return attended
+
+        hidden = self.run(tokens_T, attend, taps, stats)
+        for sequence_state, layers in zip(state or (), after, strict=False):
+            sequence_state.advance(layers)
+        return hidden
+
+    def run(
+        self, tokens_T: torch.Tensor, attend: Attend, taps: Sequence[int] = (), stats: Stats | None = None
+    ) -> Hidden:
+        """`hidden` with the token mixing left to `attend`, whoever keeps its state."""
+        ahead = self.parts.mix_ahead and not torch.is_grad_enabled()
+        stream = Stream(self.embed(tokens_T), self._sites(), ahead)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            stream.leave(attend(index, layer.attn, stream.enter()))
+            x_TD = stream.enter()
             if isinstance(layer.ffn, SparseMoe):
                 y_TD, routing = layer.ffn(x_TD, self.parts)
                 if stats is not None:
                     stats.routing[index] = routing
             else:
                 y_TD = layer.ffn(x_TD, self.parts)
-            live_TD = live_TD + y_TD
-        sources = [*bank, live_TD]
-        x_TD = self.output_res(sources) if bank else live_TD
-        for sequence_state, layers in zip(state or (), after, strict=False):
-            sequence_state.advance(layers)
-        return Hidden(rms_norm(x_TD, self.norm_D, self.config.rms_norm_eps), self._taps(sources, taps))
+            stream.leave(y_TD)
+        return Hidden(stream.enter(), self._taps(stream.sources, taps))
+
+    def _sites(self) -> list[Site]:
+        """Where sublayers and the head enter the stream, in order."""
+        sites, blocks = [], 0
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            sites.append(Site(layer.attn_res if blocks else None, layer.attn_norm_D, layer.eps, layer.starts_block))
+            blocks += layer.starts_block
+            sites.append(Site(layer.ffn_res if blocks else None, layer.ffn_norm_D, layer.eps))
+        return [*sites, Site(self.output_res if blocks else None, self.norm_D, self.config.rms_norm_eps)]
 
     def _taps(self, sources: list[torch.Tensor], taps: Sequence[int]) -> dict[int, torch.Tensor]:
         for tap in taps:

@@ -6,12 +6,15 @@ saturates at beta * linear_beta in magnitude. SwiGLU(g, u) = g sigmoid(g) * u.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from perilune.config import Activation
 from perilune.errors import Error
+from perilune.ops.implementation import implementation
 from perilune.ops.pieces import row_pieces
 from perilune.ops.precision import widen
 
@@ -20,7 +23,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.T
     """The gated unit, elementwise: two tensors of one shape and dtype -> one of that shape and dtype.
 
     Computed in max(fp32, dtype) and cast once. Only the two inputs are kept for the backward pass.
-    Level: bitwise-batch on CPU. Raises Error when the shapes differ.
+    Level: bitwise-batch. Raises Error when the shapes differ.
     """
     if gate.shape != up.shape:
         raise Error(f"glu: gate has shape {tuple(gate.shape)} but up has {tuple(up.shape)}; they must be equal")
@@ -29,17 +32,22 @@ def glu(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.T
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x)), an element's bits depending on that element alone (bitwise-batch, CPU).
+    """1 / (1 + exp(-x)), an element's bits depending on that element alone (bitwise-batch).
 
     torch.sigmoid on CPU uses another formula for the last few elements of a buffer, so its bits move with the
     position in the batch; exp does not. Narrow dtypes are computed in fp32 and cast once.
     """
+    if x.is_cuda:
+        return torch.sigmoid(x)
     out: torch.Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]
     return out
 
 
 def glu_forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`glu` without autograd."""
+    if implementation(gate) == "triton":
+        made: torch.Tensor = _triton().glu_forward(gate, up, activation)
+        return made
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate_RF, up_RF, out_RF = (x.reshape(-1, gate.shape[-1]) for x in (gate, up, out))
     for rows in row_pieces(gate_RF):
@@ -55,6 +63,9 @@ def glu_forward(gate: torch.Tensor, up: torch.Tensor, activation: Activation) ->
 
 def glu_backward(d_out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The gradients of `glu` side by side in the last dimension, [..., 2F]: first the gate's, then up's."""
+    if implementation(gate) == "triton":
+        made: torch.Tensor = _triton().glu_backward(d_out, gate, up, activation)
+        return made
     width = gate.shape[-1]
     both = torch.empty(*gate.shape[:-1], 2 * width, dtype=gate.dtype, device=gate.device)
     both_R2F = both.view(-1, 2 * width)
@@ -92,6 +103,11 @@ def _situ_backward(
 def sigmoid_forward(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)) in x's dtype at every step, without autograd."""
     return torch.neg(x).exp_().add_(1).reciprocal_()
+
+
+def _triton() -> ModuleType:
+    """Imported late: Triton is an optional dependency."""
+    return importlib.import_module("perilune.ops.activation_triton")
 
 
 class _Glu(torch.autograd.Function):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from perilune import Error
-from perilune.ops.attnres import mix
+from perilune.ops.attnres import merge_norm, mix, mix_completed, mix_norm
+from perilune.ops.norm import rms_norm
 
 
 def _formula(sources: list[torch.Tensor], w_n: torch.Tensor, w_q: torch.Tensor, eps: float) -> torch.Tensor:
@@ -78,6 +79,29 @@ def test_a_tokens_bits_depend_on_that_token_alone(n: int, width: int) -> None:
             assert torch.equal(got, want[rows])
 
 
+def test_mix_norm_is_the_norm_of_the_mixture_bit_for_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        w_n, w_q, *sources = _inputs(3, 7, 40, dtype)
+        x, again = mix_norm(sources, w_n, w_q, 1e-3, w_q, 1e-5)
+        assert torch.equal(x, rms_norm(mix(sources, w_n, w_q, 1e-3), w_q, 1e-5))
+        assert all(a is b for a, b in zip(again, sources, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_two_passes_make_the_same_mixture(n: int) -> None:
+    _, _, *sources = _inputs(n + 1, 9, 40)
+    *completed, live = sources
+    mixers = [_inputs(0, 0, 40)[i] * (m + 1) for i in range(2) for m in range(3)]
+    # A score of thousands must not overflow.
+    completed[0] = completed[0] * 1e4
+    for partial, w_n, w_q in zip(
+        mix_completed(completed, mixers[:3], mixers[3:], 1e-3), *(mixers[:3], mixers[3:]), strict=True
+    ):
+        got = merge_norm(partial, live, w_n, w_q, 1e-3, w_n, 1e-5)
+        want, _ = mix_norm([*completed, live], w_n, w_q, 1e-3, w_n, 1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
 def test_refusals() -> None:
     x, w = torch.zeros(2, 8), torch.zeros(8)
     with pytest.raises(Error, match="sources is empty"):
@@ -86,3 +110,9 @@ def test_refusals() -> None:
         mix([x, torch.zeros(3, 8)], w, w, 1e-5)
     with pytest.raises(Error, match=r"query_w_D has shape \(7,\)"):
         mix([x], w, torch.zeros(7), 1e-5)
+    with pytest.raises(Error, match=r"out_w_D has shape \(9,\)"):
+        mix_norm([x], w, w, 1e-5, torch.zeros(9), 1e-5)
+    with pytest.raises(Error, match="1 norm_w but 2 query_w"):
+        mix_completed([x], [w], [w, w], 1e-5)
+    with pytest.raises(Error, match=r"no_grad"):
+        mix_completed([x.requires_grad_()], [w], [w], 1e-5)

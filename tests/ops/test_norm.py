@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perilune import Error
-from perilune.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from perilune.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, rms_norm
 
 Op = Callable[..., torch.Tensor]
 
@@ -91,6 +91,16 @@ def test_a_rows_bits_depend_on_that_row_alone(name: str, width: int) -> None:
         part = ours(part_x, *(t[rows] if t.dim() == 2 else t for t in rest))
         assert torch.equal(part, full[rows])
         assert torch.equal(torch.autograd.grad(part, part_x, d[rows])[0], d_full[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm_is_the_addition_and_the_norm_bit_for_bit(dtype: torch.dtype) -> None:
+    x, w, added = _inputs((40, 64), 3, dtype)
+    total, y = add_rms_norm(x, added, w, 1e-5)
+    assert torch.equal(total, x + added)
+    assert torch.equal(y, rms_norm(x + added, w, 1e-5))
+    with pytest.raises(Error, match=r"added is torch.float64 \(40, 64\)"):
+        add_rms_norm(x, added.double(), w, 1e-5)
 
 
 def test_widths_must_match() -> None:

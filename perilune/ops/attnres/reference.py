@@ -13,33 +13,71 @@ from typing import Any
 
 import torch
 
-from perilune.errors import Error
+from perilune.ops.activation import sigmoid_forward
+from perilune.ops.attnres.partial import Partial
 from perilune.ops.linear import dot_exact
+from perilune.ops.norm.reference import rms_norm
 from perilune.ops.pieces import row_pieces
 from perilune.ops.precision import widen
 
 
 def mix(sources: Sequence[torch.Tensor], norm_w_D: torch.Tensor, query_w_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """h_TD, the mixture of the sources x_TD, in their dtype; everything inside in max(fp32, dtype).
-
-    No [n, T, D] stack is made, and only [T, n] statistics are kept beside the sources for the backward pass.
-    Every token's bits depend on that token alone (bitwise-batch, CPU).
-    Raises Error without sources, or when a shape or dtype differs.
-    """
-    if not sources:
-        raise Error("attnres.mix: sources is empty; at least one is needed")
-    first = sources[0]
-    for i, source in enumerate(sources):
-        if source.shape != first.shape or source.dtype != first.dtype:
-            raise Error(
-                f"attnres.mix: sources[{i}] is {source.dtype} {tuple(source.shape)}, "
-                f"sources[0] is {first.dtype} {tuple(first.shape)}; they must be equal"
-            )
-    for name, w in (("norm_w_D", norm_w_D), ("query_w_D", query_w_D)):
-        if w.shape != first.shape[-1:]:
-            raise Error(f"attnres.mix: {name} has shape {tuple(w.shape)}; must be ({first.shape[-1]},)")
+    """`attnres.mix`."""
     h_TD: torch.Tensor = _Mix.apply(norm_w_D, query_w_D, eps, *sources)  # type: ignore[no-untyped-call]
     return h_TD
+
+
+def mix_norm(
+    sources: Sequence[torch.Tensor],
+    norm_w_D: torch.Tensor,
+    query_w_D: torch.Tensor,
+    eps: float,
+    out_w_D: torch.Tensor,
+    out_eps: float,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """`attnres.mix_norm`; autograd adds the gradients of the sources."""
+    return rms_norm(mix(sources, norm_w_D, query_w_D, eps), out_w_D, out_eps), list(sources)
+
+
+def mix_completed(
+    sources: Sequence[torch.Tensor], norm_w_D: Sequence[torch.Tensor], query_w_D: Sequence[torch.Tensor], eps: float
+) -> list[Partial]:
+    """`attnres.mix_completed`."""
+    partials = []
+    for norm_w, query_w in zip(norm_w_D, query_w_D, strict=True):
+        s_nT = [_score(source, norm_w, query_w, eps) for source in sources]
+        p_nT = _softmax(s_nT)
+        h_TD = widen(sources[0]) * p_nT[0].unsqueeze(-1)
+        for source, p_T in zip(sources[1:], p_nT[1:], strict=True):
+            h_TD.addcmul_(widen(source), p_T.unsqueeze(-1))
+        largest_T = torch.stack(s_nT).amax(0)
+        z_T = _sum([(s_T - largest_T).exp_() for s_T in s_nT])
+        partials.append(Partial(h_TD.to(sources[0].dtype), z_T.log_() + largest_T))
+    return partials
+
+
+def merge_norm(
+    partial: Partial,
+    live_TD: torch.Tensor,
+    norm_w_D: torch.Tensor,
+    query_w_D: torch.Tensor,
+    eps: float,
+    out_w_D: torch.Tensor,
+    out_eps: float,
+) -> torch.Tensor:
+    """`attnres.merge_norm`."""
+    p_T = sigmoid_forward(_score(live_TD, norm_w_D, query_w_D, eps) - partial.lse_T)
+    wide_TD = widen(partial.h_TD)
+    h_TD = wide_TD + (widen(live_TD) - wide_TD) * p_T.unsqueeze(-1)
+    return rms_norm(h_TD.to(live_TD.dtype), out_w_D, out_eps)
+
+
+def _score(x_TD: torch.Tensor, norm_w_D: torch.Tensor, query_w_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """s_T of one source, as in the forward pass below."""
+    wide_TD, w_D = widen(x_TD), widen(norm_w_D) * widen(query_w_D)
+    norm_T = torch.linalg.vector_norm(wide_TD, dim=-1)
+    r_T: torch.Tensor = (norm_T * norm_T / w_D.shape[0] + eps).rsqrt()
+    return dot_exact(wide_TD, w_D) * r_T
 
 
 class _Mix(torch.autograd.Function):
@@ -107,4 +145,4 @@ def _sum(x_nT: list[torch.Tensor]) -> torch.Tensor:
     return total_T
 
 
-__all__ = ["mix"]
+__all__ = ["merge_norm", "mix", "mix_completed", "mix_norm"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from perilune.errors import Error
 from perilune.ops.sequences import Sequences
 
 WIDTH = 4
@@ -23,26 +22,11 @@ _ROWS = 256
 
 
 def short_conv(
-    u_TC: torch.Tensor, w_CW: torch.Tensor, sequences: Sequences, window_N3C: torch.Tensor | None = None
+    u_TC: torch.Tensor, w_CW: torch.Tensor, sequences: Sequences, window_N3C: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y_t = silu(sum_j w[:, j] u_{t-3+j}) within each document; w[:, 3] weighs the current token.
-
-    window_N3C: the last three inputs (before the convolution) of each document, oldest first; None means zeros.
-    Returns y_TC and the window after the last token, both in u's dtype; computed in fp32 (fp64 for fp64 inputs).
-    Differentiable once. Level: bitwise-batch on CPU. Raises Error on other shapes.
-    Source: short convolution of Mamba (arXiv:2312.00752) as used by Kimi Linear (arXiv:2510.26692).
-    """
-    if u_TC.ndim != 2:
-        raise Error(f"short_conv: u has shape {tuple(u_TC.shape)}; must be [T, C]")
-    sequences.check_total("short_conv: u", u_TC.shape[0])
-    channels = u_TC.shape[1]
-    if tuple(w_CW.shape) != (channels, WIDTH):
-        raise Error(f"short_conv: w has shape {tuple(w_CW.shape)}; must be {(channels, WIDTH)}")
-    shape = (sequences.count, WIDTH - 1, channels)
+    """`conv.short_conv`."""
     if window_N3C is None:
-        window_N3C = u_TC.new_zeros(shape)
-    if tuple(window_N3C.shape) != shape:
-        raise Error(f"short_conv: window has shape {tuple(window_N3C.shape)}; must be {shape}")
+        window_N3C = u_TC.new_zeros(sequences.count, WIDTH - 1, u_TC.shape[1])
     dtype = torch.float64 if torch.float64 in (u_TC.dtype, w_CW.dtype) else torch.float32
     y_TC: torch.Tensor
     y_TC, after_N3C = _ShortConv.apply(  # type: ignore[no-untyped-call]

@@ -13,27 +13,27 @@ from typing import Any
 
 import torch
 
-from perilune.errors import Error
 from perilune.ops.activation import sigmoid_forward
 from perilune.ops.linear import dot_exact
 from perilune.ops.precision import widen
 
 
 def rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """w * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype. Raises Error when the widths differ."""
-    _check_width("rms_norm", x_TD, w_D)
+    """`norm.rms_norm`."""
     y_TD: torch.Tensor = _RmsNorm.apply(x_TD, w_D, eps)  # type: ignore[no-untyped-call]
     return y_TD
 
 
-def gated_rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, gate_TD: torch.Tensor, eps: float) -> torch.Tensor:
-    """rms_norm(x; w) * sigmoid(gate), in fp32 (fp64 for fp64 input) throughout, cast once to x's dtype.
+def add_rms_norm(
+    x_TD: torch.Tensor, added_TD: torch.Tensor, w_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm.add_rms_norm`."""
+    sum_TD = x_TD + added_TD
+    return sum_TD, rms_norm(sum_TD, w_D, eps)
 
-    The output norm of KDA, per head: x_THV, w_V, gate_THV. Raises Error when the shapes differ.
-    """
-    _check_width("gated_rms_norm", x_TD, w_D)
-    if gate_TD.shape != x_TD.shape:
-        raise Error(f"gated_rms_norm: gate has shape {tuple(gate_TD.shape)}, x has {tuple(x_TD.shape)}; must be equal")
+
+def gated_rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, gate_TD: torch.Tensor, eps: float) -> torch.Tensor:
+    """`norm.gated_rms_norm`."""
     y_TD: torch.Tensor = _GatedRmsNorm.apply(x_TD, w_D, gate_TD, eps)  # type: ignore[no-untyped-call]
     return y_TD
 
@@ -117,9 +117,4 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return widen(x).reshape(-1, x.shape[-1])
 
 
-def _check_width(op: str, x: torch.Tensor, w: torch.Tensor) -> None:
-    if w.shape != x.shape[-1:]:
-        raise Error(f"{op}: weight has shape {tuple(w.shape)}; x of width {x.shape[-1]} needs ({x.shape[-1]},)")
-
-
-__all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "gated_rms_norm", "l2_norm", "rms_norm"]
