@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from perilune.config import Activation
+from perilune.parallel import mesh
 from perilune.parallel.expert import BalancedExperts, Collective, ExpertParallel, Local, Transport, exact, tolerant
 
 T, D, F, E, J = 64, 32, 48, 16, 2
@@ -93,8 +94,7 @@ def main() -> None:
                 f"step {step}  loss {total.item():.6f}  busiest {stats.before:.2f} -> {stats.after:.2f} of the mean"
                 f"  copies {stats.copies}  rule {stats.rule}"
             )
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    mesh.stop()
 
 
 if __name__ == "__main__":

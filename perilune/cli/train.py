@@ -13,6 +13,7 @@ examples:
   perilune train run.toml
   perilune train run.toml --steps 200 --optim.lr 1e-3 --out runs/second
   perilune train run.toml --init-from runs/quickstart/checkpoint
+  torchrun --nproc-per-node 2 --no-python perilune train run.toml
 
 All keys, with their defaults:
 """
@@ -28,10 +29,15 @@ def run(arguments: list[str]) -> None:
         raise Error("CONFIG.toml is missing (see `perilune train --help`)")
     config = load_config(arguments[0], arguments[1:])
 
+    from perilune.parallel import mesh
     from perilune.train import train
 
-    result = train(config)
-    print(f"checkpoint  {result.checkpoint}\nreport      {result.out / 'report.html'}")
+    try:
+        result = train(config)
+    finally:
+        mesh.stop()
+    if mesh.leads():
+        print(f"checkpoint  {result.checkpoint}\nreport      {result.out / 'report.html'}")
 
 
 __all__ = ["run"]

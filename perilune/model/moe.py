@@ -45,8 +45,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, parts: Parts) -> moe_ops.Routing:
         """x_TD -> the experts of each token and their weights."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = parts.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE, _ = moe_ops.project(x_TD, self.weight, None, parts.linear)
         return moe_ops.route(
             logits_TE, self.bias_E, self.moe.top_k, self.moe.scaling_factor, renormalize=self.moe.renormalize
         )
@@ -58,7 +57,7 @@ class SparseMoe(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         moe, d = config.moe, config.hidden_size
-        self.activation, self.eps, self.num_experts = config.activation, config.rms_norm_eps, moe.num_experts
+        self.activation, self.eps = config.activation, config.rms_norm_eps
         width = moe.latent_size or d
         self.router = Router(config)
         if moe.latent_size is not None:
@@ -72,14 +71,12 @@ class SparseMoe(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, moe_ops.Routing]:
         """x_TD -> (y_TD, the routing that was used)."""
+        shared = parts.beside(lambda: self.shared(x_TD, parts), x_TD.device)
         routing = self.router(x_TD, parts)
         z_TL = parts.linear(x_TD, self.latent_down.weight) if hasattr(self, "latent_down") else x_TD
-        order_R, offs_E = moe_ops.permute(routing.ids_TJ, self.num_experts)
-        rows_RL = moe_ops.dispatch(z_TL, order_R, routing.ids_TJ.shape[1])
         weights = moe_ops.Dense(self.gate_up_E2FL, self.down_ELF)
-        rows_RL = parts.experts(rows_RL, weights, offs_E, self.activation)
-        y_TL = moe_ops.combine(rows_RL, order_R, routing.weights_TJ)
+        y_TL = parts.mixture(z_TL, routing, weights, self.activation, parts.experts)
         if hasattr(self, "latent_norm"):
             y_TL = rms_norm(y_TL, self.latent_norm, self.eps)
         y_TD = parts.linear(y_TL, self.latent_up.weight) if hasattr(self, "latent_up") else y_TL
-        return y_TD + self.shared(x_TD, parts), routing
+        return y_TD + shared(), routing

@@ -1,4 +1,7 @@
-"""The callables a model is put together from: the seam for parallel, memory and exact versions of an operation."""
+"""The callables a model is put together from: the seam for parallel, memory and exact versions of an operation.
+
+Legend: T tokens, L width of the experts, R = T * (experts a token) rows.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,35 @@ from typing import Any
 
 import torch
 
+from perilune.config import Activation
 from perilune.ops import kda as kda_ops
 from perilune.ops import mla as mla_ops
 from perilune.ops import moe as moe_ops
 from perilune.ops.linear import linear, linear_exact
+
+
+def mixture(
+    z_TL: torch.Tensor,
+    routing: moe_ops.Routing,
+    weights: moe_ops.Dense | moe_ops.Packed,
+    activation: Activation,
+    experts: Callable[..., torch.Tensor] = moe_ops.experts,
+) -> torch.Tensor:
+    """y_TL: each token through its experts, all of them here, added in choice order.
+
+    A routing weight multiplies its expert's activation, and the experts spread z themselves: kept for the backward
+    pass are z and the order, neither rows nor outputs.
+    """
+    top_k = routing.ids_TJ.shape[1]
+    order_R, offs_E = moe_ops.permute(routing.ids_TJ, routing.scores_TE.shape[1])
+    row_weights_R = routing.weights_TJ.reshape(-1).index_select(0, order_R)
+    rows_RL = experts(z_TL, weights, offs_E, activation, row_weights_R=row_weights_R, order_R=order_R)
+    return moe_ops.combine(rows_RL, order_R, None, top_k)
+
+
+def in_turn(call: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function whose call does the work and gives its result."""
+    return call
 
 
 @dataclass(frozen=True)
@@ -20,12 +48,19 @@ class Parts:
     """One callable an operation, each with the signature of its namesake in `perilune.ops`.
 
     kda: `ops.kda.kda`; mla: `ops.mla.attention`; experts: `ops.moe.experts`; linear: `ops.linear.linear`.
+    mixture: `mixture` above, which calls `experts`; or experts that live on other ranks (`perilune.parallel`).
+    mix_ahead: whether attention residuals may take finished blocks in passes of their own where no gradient is needed
+        (`model.residual`), which rounds once more.
+    beside: `in_turn`, or a version that starts the call on another stream while the mixture waits for other ranks.
     """
 
     kda: Callable[..., Any] = kda_ops.kda
     mla: Callable[..., Any] = mla_ops.attention
     experts: Callable[..., torch.Tensor] = moe_ops.experts
     linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear
+    mixture: Callable[..., torch.Tensor] = mixture
+    mix_ahead: bool = True
+    beside: Callable[[Callable[[], torch.Tensor], torch.device], Callable[[], torch.Tensor]] = in_turn
 
 
 DEFAULT = Parts()
@@ -35,4 +70,5 @@ EXACT = Parts(
     mla=mla_ops.attention_exact,
     experts=partial(moe_ops.experts, exact=True),
     linear=linear_exact,
+    mix_ahead=False,
 )

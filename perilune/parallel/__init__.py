@@ -1,3 +1,3 @@
-"""Several processes on one model. `perilune.parallel.expert`: balanced expert parallelism."""
+"""Several processes on one model: `mesh` (which rank stands where), `expert` (balanced experts), `beside`."""
 
 __all__: list[str] = []

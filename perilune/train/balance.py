@@ -47,6 +47,10 @@ class Balancer:
                 more_EB = threshold_histogram(scores_TE, threshold_T, self.bias[layer], self.config.bins)
                 self.counts[layer] = self.counts[layer] + more_EB if layer in self.counts else more_EB
 
+    def sums(self) -> list[Tensor]:
+        """What `add` has counted, to be added up over the ranks of a run, in place, before `update`."""
+        return [*self.load.values(), *self.counts.values()]
+
     @torch.no_grad()
     def update(self) -> dict[int, Tensor]:
         """Set the biases, forget the step, and return its tokens per expert: layer -> int64 [E]."""

@@ -123,6 +123,33 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """Several processes on one run (torchrun); one process needs none of it.
+
+    `accumulate` micro-batches make a step on any number of processes, so it must be a multiple of that number.
+    """
+
+    ep: int = 0
+    """Processes that one set of experts is spread over; 0: all of them. What is left of them holds replicas."""
+    policy: Literal["exact", "tolerant", "off"] = "tolerant"
+    """How experts' load is evened out: to the row, above a limit only, or not at all."""
+    eps: float = 0.02
+    """tolerant: rows above (1 + eps) times the mean of the ranks move."""
+    min_rows: int = 0
+    """tolerant: no expert is copied for fewer rows; on GPUs a copy pays from 1000 to 2000 on."""
+    transport: Literal["collective", "symmetric"] = "collective"
+    """How rows get to other ranks: torch.distributed's collectives, or GPUs writing each other's memory."""
+    timeout: float = 600.0
+    """Seconds after which a rank that waits for another ends with an error."""
+
+    def __post_init__(self) -> None:
+        _require(self.ep >= 0, "parallel.ep", self.ep, "must be >= 0")
+        _require(0 <= self.eps < 1e6, "parallel.eps", self.eps, "must be >= 0")
+        _require(self.min_rows >= 0, "parallel.min_rows", self.min_rows, "must be >= 0")
+        _require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
@@ -155,6 +182,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep", "loss_chunk"):
@@ -245,4 +273,4 @@ def _one_line(message: str) -> str:
     return "config: " + " ".join(kept)
 
 
-__all__ = ["BalanceConfig", "DataConfig", "OptimConfig", "TrainConfig", "from_dict", "load_config"]
+__all__ = ["BalanceConfig", "DataConfig", "OptimConfig", "ParallelConfig", "TrainConfig", "from_dict", "load_config"]

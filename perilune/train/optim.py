@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -69,19 +69,31 @@ def set_learning_rates(
 
 
 @torch.no_grad()
-def clip_gradients(params: Iterable[Tensor], limit: float) -> Tensor:
+def clip_gradients(
+    params: Iterable[Tensor],
+    limit: float,
+    parts: Iterable[Tensor] = (),
+    add_squares: Callable[[Tensor], Tensor] = lambda squares: squares,
+) -> Tensor:
     """Scale all gradients so that their common norm is at most `limit`; returns the norm before (at least fp32).
 
     Squares are summed in at least float32, tensor by tensor in the order of `params`, so the result does not depend
-    on how a library groups tensors. A norm that is not finite leaves the gradients as they are.
+    on how a library groups tensors. parts: parameters of which this rank holds only a part; add_squares adds their
+    squares over the ranks. A norm that is not finite leaves the gradients as they are.
     """
-    grads = [param.grad for param in params if param.grad is not None]
+    mine, cut = ([p.grad for p in of if p.grad is not None] for of in (params, parts))
+    grads = mine + cut
     if not grads:
         raise Error("clip_gradients: no parameter has a gradient")
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=grads[0].device)
-    for grad in grads:
+    for grad in mine:
         total += grad.to(wide).square().sum()
+    if cut:
+        squares = torch.zeros_like(total)
+        for grad in cut:
+            squares += grad.to(wide).square().sum()
+        total += add_squares(squares)
     norm = total.sqrt()
     factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
     factor = torch.where(norm.isfinite(), factor, torch.ones_like(norm))

@@ -23,6 +23,7 @@ from perilune.chat import Tokenizer
 from perilune.config import ModelConfig
 from perilune.errors import Error
 from perilune.model import Stats, Transformer, initialize, load, muon_heads, save
+from perilune.parallel.mesh import local_rank, processes
 from perilune.train.balance import Balancer, imbalance
 from perilune.train.checkpoint import (
     list_checkpoints,
@@ -44,10 +45,11 @@ from perilune.train.masters import Masters
 from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates
 from perilune.train.qk_clip import qk_clip
 from perilune.train.report import require_plots, write_report
+from perilune.train.team import Team
 from perilune.train.write import TEMPORARY, lock_folder, naming, write_whole
 
 # Settings that a continued run may change: they do not touch what is computed.
-_FREE = ("eval_every", "checkpoint_every", "keep")
+_FREE = ("eval_every", "checkpoint_every", "keep", "parallel")
 # Rows of metrics.jsonl that carry the load of every expert.
 _LOAD_ROWS = 100
 
@@ -74,6 +76,7 @@ def train(config: TrainConfig) -> Result:
 class Trainer:
     """One run. All state lives here: model, optimizers, position in the data, step.
 
+    Under torchrun each process has one; all make the same calls (`perilune.train.team`), the first writes the files.
     The folder is locked against other runs until `run` ends, `close` is called, or the process dies.
     """
 
@@ -83,6 +86,10 @@ class Trainer:
         for path in config.data.held_out:
             find_files(path)
         self.device = _device(config.device)
+        self.team = Team(config.parallel, self.device)
+        self.team.share(range(config.accumulate))
+        if self.team.mesh.ranks > 1 and config.balance.enabled and config.balance.bins == 0:
+            raise Error("balance.bins is 0; a run of several processes needs bins > 0")
         if self.device.type == "cpu":
             keep_freed_memory()
         self.tokenizer = Tokenizer.load(_tokenizer_path(config))
@@ -94,12 +101,19 @@ class Trainer:
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             size = self.model.config.vocab_size
             raise Error(f"tokenizer has {self.tokenizer.vocab_size} ids; the model's vocab_size is {size}")
+        self.model = self.team.spread(self.model, config.data.batch_tokens)
         self.masters = Masters(self.model)
         self.optimizers = build_optimizers(self.masters.params, muon_heads(self.model), config.optim)
         self.balancer = Balancer(self.model, config.balance)
         self.flops = count_flops(self.model.config)
         self.lock: IO[bytes] | None = None
+        problem = None
         try:
+            self._claim()
+        except Error as error:
+            problem = error
+        try:
+            self.team.agree(problem)
             self._resume()
         except BaseException:
             self.close()
@@ -117,8 +131,9 @@ class Trainer:
         """One optimizer step; returns its row of metrics.jsonl."""
         begin = time.perf_counter()
         config = self.config
-        batches = [next(self.data).to(self.device) for _ in range(config.accumulate)]
-        counted = int(sum(batch.mask_T.sum() for batch in batches))
+        everyones = [next(self.data) for _ in range(config.accumulate)]
+        counted = int(sum(batch.mask_T.sum() for batch in everyones))
+        batches = [batch.to(self.device) for batch in self.team.share(everyones)]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         logits: dict[int, Tensor] = {}
         self.model.train()
@@ -133,7 +148,13 @@ class Trainer:
                 seen_H = max_logit_H.detach()
                 logits[layer] = torch.maximum(logits[layer], seen_H) if layer in logits else seen_H
         self.masters.take_gradients()
-        norm = clip_gradients(self.masters.params.values(), config.optim.clip)
+        params = self.masters.params
+        self.team.add_gradients(params)
+        self.team.add([total, *self.balancer.sums()] if self.team.mesh.ranks > 1 else ())
+        self.team.largest(logits.values())
+        parts = [param for name, param in params.items() if self.team.has_part(name)]
+        held = [param for name, param in params.items() if not self.team.has_part(name)]
+        norm = clip_gradients(held, config.optim.clip, parts, self.team.add_squares)
         mean = total.item() / max(1, counted)
         if not (math.isfinite(mean) and bool(norm.isfinite())):
             raise Error(f"step {self.step + 1}: loss is {mean}, gradient norm {norm.item()}; lower optim.lr or clip")
@@ -145,7 +166,7 @@ class Trainer:
         self.masters.write_back()
         load = self.balancer.update()
         self.step += 1
-        tokens = sum(batch.sequences.total for batch in batches)
+        tokens = sum(batch.sequences.total for batch in everyones)
         row: dict[str, Any] = {
             "step": self.step,
             "tokens": tokens,
@@ -153,12 +174,15 @@ class Trainer:
             "loss": mean,
             "lr": lr,
             "grad_norm": norm.item(),
-            "flops": sum(self.flops.train(batch.sequences) for batch in batches),
+            "flops": sum(self.flops.train(batch.sequences) for batch in everyones),
             "imbalance": {str(layer): imbalance(load_E) for layer, load_E in load.items()},
             "max_logit": max((float(v.max()) for v in logits.values()), default=0.0),
             "clipped_heads": clipped,
             "seconds": time.perf_counter() - begin,
         }
+        experts = self.team.expert_stats()
+        if experts is not None:
+            row["experts"] = dict(experts)
         if self.step % max(1, config.steps // _LOAD_ROWS) == 0:
             row["load"] = {str(layer): load_E.tolist() for layer, load_E in load.items()}
         return row
@@ -183,7 +207,9 @@ class Trainer:
         if not self.config.data.held_out:
             return None
         self.model.eval()
-        return evaluate(self.model, held_out_batches(self.config.data, self.tokenizer), self.config.loss_chunk)
+        found = evaluate(self.model, held_out_batches(self.config.data, self.tokenizer), self.config.loss_chunk)
+        self.team.expert_stats()
+        return found
 
     # -- the whole run -------------------------------------------------------------------------------------------
 
@@ -192,7 +218,7 @@ class Trainer:
 
         on_step is called with the row of each step; console shows progress (None: standard error).
         """
-        if self.lock is None:
+        if self.lock is None and self.team.leads:
             self.lock = lock_folder(self.out)
         try:
             return self._run(on_step, console)
@@ -201,6 +227,8 @@ class Trainer:
 
     def _run(self, on_step: Callable[[dict[str, Any]], None] | None, console: Console | None) -> Result:
         config = self.config
+        if not self.team.leads:
+            return self._follow(on_step)
         metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
         board = Board(self.out / "tensorboard", self.step + 1)
         peak = device_peak(self.device, self.model.lm_head.weight.dtype)
@@ -210,21 +238,39 @@ class Trainer:
                 row = self.train_step()
                 metrics.write(row)
                 self._show(row, board, bar, peak)
-                last = self.step == config.steps
-                if last or (config.eval_every and self.step % config.eval_every == 0):
+                if self._due(config.eval_every):
                     evaluation = self._evaluate(metrics, board, bar)
-                if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                if self._due(config.checkpoint_every):
                     self.save()
                 if on_step is not None:
                     on_step(row)
         metrics.close()
         board.close()
+        evaluation = evaluation or self.evaluate()
         checkpoint = self.out / "checkpoint"
-        save(self.model, checkpoint)
+        save(self.team.whole(self.model), checkpoint)
         with naming(checkpoint):
             self.tokenizer.save(checkpoint)
         write_report(self.out)
-        return Result(self.out, checkpoint, evaluation or self.evaluate())
+        return Result(self.out, checkpoint, evaluation)
+
+    def _follow(self, on_step: Callable[[dict[str, Any]], None] | None) -> Result:
+        """`_run` of a rank that writes nothing: the same steps, evaluations and checkpoints in the same order."""
+        evaluation = None
+        while self.step < self.config.steps:
+            row = self.train_step()
+            if self._due(self.config.eval_every):
+                evaluation = self.evaluate()
+            if self._due(self.config.checkpoint_every):
+                self.save()
+            if on_step is not None:
+                on_step(row)
+        evaluation = evaluation or self.evaluate()
+        self.team.whole(self.model)
+        return Result(self.out, self.out / "checkpoint", evaluation)
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def _evaluate(self, metrics: MetricsFile, board: Board, bar: Bar) -> Evaluation | None:
         found = self.evaluate()
@@ -255,25 +301,34 @@ class Trainer:
         else:
             notes.append(f"{rate / 1e9:,.1f} GFLOP/s")
         notes.append(f"fullest expert {uneven:.2f}x")
+        if "experts" in row:
+            told = row["experts"]
+            values |= {f"experts/{name}": value for name, value in told.items()}
+            notes.append(f"ranks {told['before']:.2f}x -> {told['after']:.2f}x, {told['copies']} copies")
         board.add(values, self.step)
         bar.step(self.step, notes)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint of everything the next step depends on."""
+        """Write a checkpoint of everything the next step depends on, in one layout for any number of ranks."""
         tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"master/{name}": value for name, value in self.masters.state().items()}
         names = {param: name for name, param in self.masters.params.items()}
         tensors |= pack_optimizers(self.optimizers, names)
+        tensors = {name: self.team.join(name, value) for name, value in tensors.items()}
         tensors["rng/cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         meta = {"step": self.step, "data": self.data.state_dict()}
+        if not self.team.leads:
+            return self.out / "steps"
         return save_checkpoint(self.out / "steps", self.step, tensors, meta, self.config.keep)
 
-    def _resume(self) -> None:
-        """Check the run's folder, and go to its newest checkpoint if it has one."""
+    def _claim(self) -> None:
+        """Lock the run's folder, check that it is of this run, and write its settings."""
+        if not self.team.leads:
+            return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
@@ -290,12 +345,17 @@ class Trainer:
             path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
             if not path.is_file() or path.read_bytes() != data:
                 write_whole(path, data)
+
+    def _resume(self) -> None:
+        """Go to the newest checkpoint of the run's folder, if it has one."""
+        checkpoints = list_checkpoints(self.out / "steps")
         if checkpoints:
             self.load(checkpoints[-1])
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this run."""
         tensors, meta = load_checkpoint(path)
+        tensors = {name: self.team.cut(name, value) for name, value in tensors.items()}
         try:
             step, data = int(meta["step"]), dict(meta["data"])
             self.data.load_state_dict(data)
@@ -342,13 +402,15 @@ def _compare_settings(now: dict[str, Any], before: dict[str, Any], out: Path) ->
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise Error(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Error(f"device is {name!r}, but torch sees no GPU")
+    if device.type == "cuda" and device.index is None and processes() > 1:
+        return torch.device("cuda", local_rank())
     return device
 
 

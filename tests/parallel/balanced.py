@@ -9,7 +9,7 @@ import torch
 
 from perilune.config import Activation
 from perilune.ops import moe
-from perilune.ops.moe import Dense
+from perilune.ops.moe import Dense, Packed
 
 EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 32, 24
 ACT = Activation("situ")
@@ -54,12 +54,12 @@ class Case:
         )
 
 
-def gradients(case: Case, layer: Layer) -> list[torch.Tensor]:
+def gradients(case: Case, layer: Layer, device: torch.device | str = "cpu") -> list[torch.Tensor]:
     """[y, dx, d logits, d gate_up, d down] for a fixed random dy."""
-    leaves = case.leaves()
+    leaves = [t.detach().to(device).requires_grad_() for t in case.leaves()]
     x, logits, gate_up, down = leaves
-    y = layer(x, moe.route(logits, case.bias, TOP_K, 2.5), Dense(gate_up, down))
-    return [y.detach(), *torch.autograd.grad(y, leaves, d_y(case))]
+    y = layer(x, moe.route(logits, case.bias.to(device), TOP_K, 2.5), Dense(gate_up, down))
+    return [y.detach(), *torch.autograd.grad(y, leaves, d_y(case).to(device))]
 
 
 def d_y(case: Case) -> torch.Tensor:
@@ -69,6 +69,15 @@ def d_y(case: Case) -> torch.Tensor:
 
 def dense(x: torch.Tensor, routing: moe.Routing, weights: Dense) -> torch.Tensor:
     """The layer of `perilune.model.moe`, experts only."""
-    order, offs = moe.permute(routing.ids_TJ, EXPERTS)
-    rows = moe.experts(moe.dispatch(x, order, TOP_K), weights, offs, ACT, exact=True)
-    return moe.combine(rows, order, routing.weights_TJ)
+    return mixture(x, routing.ids_TJ, routing.weights_TJ, weights, EXPERTS, exact=True)
+
+
+def mixture(
+    x: torch.Tensor, ids: torch.Tensor, weights_TJ: torch.Tensor, weights: Dense | Packed, experts: int, exact: bool
+) -> torch.Tensor:
+    """Plain sum over choices of each expert's output for a weighted activation."""
+    order, offs = moe.permute(ids, experts)
+    row_weights = weights_TJ.flatten().index_select(0, order)
+    rows = moe.dispatch(x, order, ids.shape[1])
+    out = moe.experts(rows, weights, offs, ACT, exact=exact, row_weights_R=row_weights)
+    return moe.combine(out, order, torch.ones_like(weights_TJ))

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from balanced import ACT, EXPERTS, INNER, TOP_K, WIDTH, Case, dense, gradients
+from balanced import ACT, EXPERTS, INNER, TOP_K, WIDTH, Case, dense, gradients, mixture
 
 from perilune import Error
 from perilune.ops import moe
 from perilune.ops.moe import Dense, Packed
-from perilune.ops.mx import encode_mxfp4
+from perilune.ops.mx import decode_mxfp4, encode_mxfp4
 from perilune.parallel import expert
 from perilune.parallel.expert import ExpertParallel, Local, SlotPool, steps
 
@@ -141,11 +141,13 @@ def test_the_five_steps_by_hand() -> None:
     own = list(zip(gate_up.split(4), down.split(4), strict=True))
     planned = parallel.plan(routing.ids_TJ.split(8))
     rows = parallel.dispatch(x.split(8), planned)
+    row_weights = parallel.dispatch_weights(routing.weights_TJ.split(8), planned)
     copies = parallel.prefetch(own, planned)
     for rank in range(4):
         both = [torch.cat(pair) for pair in zip(own[rank], copies.weights(rank), strict=True)]
-        rows[rank] = moe.experts(rows[rank], Dense(*both), planned.plan.ends_RG[rank], ACT, exact=True)
-    y = torch.cat(parallel.combine(rows, routing.weights_TJ.split(8), planned))
+        ends = planned.plan.ends_RG[rank]
+        rows[rank] = moe.experts(rows[rank], Dense(*both), ends, ACT, exact=True, row_weights_R=row_weights[rank])
+    y = torch.cat(parallel.combine(rows, planned))
     assert torch.equal(y, dense(x, routing, Dense(gate_up, down)))
     # Rank r's copies have the gradient 10^r, so the home sees who computed its experts.
     ones = [tuple(torch.ones_like(t) for t in pair) for pair in own]
@@ -178,9 +180,7 @@ def test_ids_of_minus_one_are_neither_computed_nor_counted() -> None:
     planned = parallel.plan(ids.split([8, 8, 0, 8]))
     got = expert.balanced_experts(parallel, x, routing.weights_TJ, Dense(gate_up, down), planned, ACT)
     masked = routing.weights_TJ * (ids >= 0)
-    order, offs = moe.permute(routing.ids_TJ, EXPERTS)
-    rows = moe.experts(moe.dispatch(x, order, TOP_K), Dense(gate_up, down), offs, ACT)
-    want = moe.combine(rows, order, masked)
+    want = mixture(x, routing.ids_TJ, masked, Dense(gate_up, down), EXPERTS, exact=False)
     d = torch.randn_like(want)
     leaves = (x, logits, gate_up, down)
     # Both share the graph of the routing.
@@ -197,9 +197,8 @@ def test_a_repeated_expert_in_a_token_and_no_tokens_at_all() -> None:
     ids, weights = torch.tensor([[1, 1], [1, 1], [1, 0]]), torch.rand(3, 2, dtype=F64)
     planned = parallel.plan([ids, ids[:0]])
     got = expert.balanced_experts(parallel, x, weights, Dense(gate_up, down), planned, ACT)
-    order, offs = moe.permute(ids, 4)
-    rows = moe.experts(moe.dispatch(x, order, 2), Dense(gate_up, down), offs, ACT)
-    torch.testing.assert_close(got, moe.combine(rows, order, weights), rtol=1e-12, atol=1e-12)
+    want = mixture(x, ids, weights, Dense(gate_up, down), 4, exact=False)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     empty = parallel.plan([ids[:0], ids[:0]])
     leaf = x[:0].requires_grad_()
     out = expert.balanced_experts(parallel, leaf, weights[:0], Dense(gate_up, down.requires_grad_()), empty, ACT)
@@ -299,9 +298,7 @@ def test_packed_experts_are_copied_packed() -> None:
     planned = parallel.plan(routing.ids_TJ.split(8))
     assert parallel.stats(planned, 1, 1).copies > 0
     got = expert.balanced_experts(parallel, wide, routing.weights_TJ, packed, planned, ACT, exact=True)
-    order, offs = moe.permute(routing.ids_TJ, EXPERTS)
-    rows = moe.experts(moe.dispatch(wide, order, TOP_K), packed, offs, ACT, exact=True)
-    want = moe.combine(rows, order, routing.weights_TJ)
+    want = mixture(wide, routing.ids_TJ, routing.weights_TJ, packed, EXPERTS, exact=True)
     assert torch.equal(got, want)
     d = torch.randn_like(want)
     assert torch.equal(torch.autograd.grad(got, wide, d)[0], torch.autograd.grad(want, wide, d)[0])
@@ -376,3 +373,39 @@ def test_refusals() -> None:
             planned,
             ACT,
         )
+
+
+@pytest.mark.parametrize("on_grid", [True, False])
+def test_copies_that_travel_as_mxfp4(on_grid: bool) -> None:
+    """The same bits where the weights are MXFP4 values; else only what copies computed is rounded."""
+    case = Case(tokens=32, skew=3.0, dtype=F32)
+    logits = case.leaves()[1]
+    tensors = [torch.randn(EXPERTS, 64, 32) / 6, torch.randn(EXPERTS, 32, 32) / 6]
+    if on_grid:
+        tensors = [decode_mxfp4(*encode_mxfp4(t)) for t in tensors]
+    routing = moe.route(logits, case.bias, TOP_K, 1.0)
+    x, d_y = torch.randn(32, 32), torch.randn(32, 32)
+    results, sent = [], []
+    for rule in (None, "even"):
+        parallel = ExpertParallel(Local(4), EXPERTS, TOP_K, 8, copy_rule=rule)
+        planned = parallel.plan(routing.ids_TJ.split(8))
+        leaves = [t.clone().requires_grad_() for t in (x, *tensors)]
+        weights = Dense(*leaves[1:])
+        y = expert.balanced_experts(parallel, leaves[0], routing.weights_TJ, weights, planned, ACT, exact=True)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, d_y)])
+        sent.append(parallel.copy_bytes(3072, 2))
+    assert sent == [6144, 1536 + 96]
+    on_copies = torch.stack([expert.destinations(planned.plan, i, r)[0] for r, i in enumerate(routing.ids_TJ.split(8))])
+    away = (on_copies.view(32, -1) != routing.ids_TJ // 4).any(1)
+    assert away.any()
+    assert not away.all()
+    plain, packed = results
+    if on_grid:
+        assert all(torch.equal(a, b) for a, b in zip(plain, packed, strict=True))
+    assert torch.equal(plain[0][~away], packed[0][~away])
+    if not on_grid:
+        # E2M1 rounds by up to 1/6 of a value, 0.1 of a row's norm.
+        assert 1e-3 < (plain[0] - packed[0]).norm() / plain[0].norm() < 0.2
+        assert ((plain[0] != packed[0]).any(1) == away).all()
+    with pytest.raises(Error, match="copy_rule is 'odd'; allowed: None, "):
+        ExpertParallel(Local(4), EXPERTS, TOP_K, 8, copy_rule="odd")

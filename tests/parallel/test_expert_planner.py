@@ -11,6 +11,7 @@ from loads import KINDS, away, counts
 from perilune import Error
 from perilune.parallel import expert
 from perilune.parallel.expert import RULES, plan_reference, plan_torch, planner
+from perilune.parallel.expert.steps import worst_case_rows
 
 LOADS = st.tuples(
     st.sampled_from(KINDS),
@@ -164,6 +165,36 @@ def test_budget_keeps_its_slots_and_never_makes_it_worse(load: tuple[str, int, i
     plan = plan_reference(c_RE, expert.budget(slots))
     assert (away(plan.alloc_RE) > 0).sum(1).max() <= slots
     assert plan.alloc_RE.sum(1).max() <= c_RE.sum(0).view(load[1], -1).sum(1).max()
+
+
+@given(
+    ranks=st.sampled_from([2, 3, 8]),
+    home=st.sampled_from([1, 3, 12]),
+    choices=st.sampled_from([1, 60, 999]),
+    eps=st.sampled_from([0.0, 0.02, 0.5]),
+    min_rows=st.sampled_from([0, 5, 80, 400]),
+    skew=st.sampled_from([0.0, 1.0, 3.0]),
+    align=st.sampled_from([1, 8]),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=300)
+def test_no_rank_gets_more_rows_than_the_worst_case(
+    ranks: int, home: int, choices: int, eps: float, min_rows: int, skew: float, align: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p_E = (skew * torch.randn(ranks * home, generator=generator)).exp()
+    if seed % 3 == 0:
+        # Ranks alike inside and far apart: many small experts to move.
+        p_E = p_E.view(ranks, home)[:, :1].expand(ranks, home).reshape(-1)
+    counts_RE = torch.stack(
+        [
+            torch.bincount(torch.multinomial(p_E, choices, True, generator=generator), minlength=ranks * home)
+            for _ in range(ranks)
+        ]
+    )
+    for policy in (expert.exact(), expert.one_donor(), expert.tolerant(eps, min_rows), expert.off(), expert.budget(1)):
+        rows = worst_case_rows(policy, ranks, ranks * home, 1, choices, align, None)
+        assert int(expert.plan(counts_RE, policy, align=align).ends_RG.max()) <= rows
 
 
 def test_domains_are_served_first() -> None:

@@ -10,7 +10,7 @@ M experts of one rank, N rows of a rank's buffer, L width, F expert width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,24 +25,29 @@ from perilune.parallel.expert.slots import Copies
 from perilune.parallel.expert.stats import Stats
 from perilune.parallel.expert.steps import ExpertParallel, Planned, Weights
 
+if TYPE_CHECKING:
+    from perilune.parallel.expert.direct import DirectParallel, DirectPlanned
+
 
 def balanced_experts(
-    parallel: ExpertParallel,
+    parallel: ExpertParallel | DirectParallel,
     x_TL: torch.Tensor,
     weights_TJ: torch.Tensor,
     weights: Dense | Packed,
-    planned: Planned,
+    planned: Planned | DirectPlanned,
     activation: Activation,
     exact: bool = False,
 ) -> torch.Tensor:
-    """y_TL = sum_j weights_TJ[:, j] expert_{id_j}(x), computed where `planned = parallel.plan(ids)` says.
+    """y_TL = sum_j down(w_j act(x)) of the chosen experts, computed where `planned = parallel.plan(ids)` says.
 
-    x and weights_TJ are those of the ranks in this process one after the other; `weights` holds the experts they are
-    home to (all E on `Local`). Gradients: x, weights_TJ, Dense weights. With `exact` y and dx are bitwise the dense
-    layer's, whatever the number of ranks (CPU, fp32 and fp64); without it the experts' level is bitwise-layout.
-    Every rank must call the forward and the backward pass, also with 0 tokens. Raises Error for shapes that do not fit.
+    A routing weight multiplies the expert's activation (`ops.moe.experts`), so its gradient needs no expert output;
+    the choices are added in order. x and weights_TJ are those of the ranks in this process one after the other;
+    `weights` holds the experts they are home to (all E on `Local` and `Virtual`). Gradients: x, weights_TJ, Dense
+    weights. With `exact` y and dx are bitwise the dense layer's, whatever the number of ranks (CPU, fp32 and fp64);
+    without it the experts' level is bitwise-layout. Every rank must call the forward and the backward pass, also with
+    0 tokens. Raises Error for shapes that do not fit, and on `DirectParallel` for `exact` and for Packed weights.
     """
-    tokens = sum(route.tokens for route in planned.routes)
+    tokens = sum(planned.tokens)
     if x_TL.dim() != 2 or x_TL.shape[0] != tokens or weights_TJ.shape != (tokens, parallel.top_k):
         raise Error(
             f"balanced_experts: x is {tuple(x_TL.shape)} and weights_TJ {tuple(weights_TJ.shape)}; "
@@ -52,8 +57,25 @@ def balanced_experts(
     held = parallel.home * len(parallel.transport.held)
     if any(t.shape[0] != held for t in tensors):
         raise Error(f"balanced_experts: weights of {tensors[0].shape[0]} experts; this process is home to {held}")
-    run = (parallel, planned, activation, exact, type(weights))
-    y_TL: torch.Tensor = _Balanced.apply(run, x_TL, weights_TJ, *tensors)  # type: ignore[no-untyped-call]
+    w_TJ = widen(weights_TJ)
+    y_TL: torch.Tensor
+    if isinstance(parallel, ExpertParallel):
+        run = (parallel, planned, activation, exact, type(weights))
+        y_TL = _Balanced.apply(run, x_TL, w_TJ, *tensors)  # type: ignore[no-untyped-call]
+        return y_TL
+    # Only here: its kernels need triton.
+    from perilune.parallel.expert.direct_layer import DirectBalanced
+
+    if exact or not isinstance(weights, Dense):
+        raise Error(
+            f"balanced_experts: exact is {exact}, weights {type(weights).__name__}; direct ranks take Dense only"
+        )
+    if x_TL.dtype != parallel.dtype or x_TL.shape[1] != parallel.width:
+        raise Error(
+            f"balanced_experts: x is {x_TL.dtype} of width {x_TL.shape[1]}; "
+            f"the buffers are for {parallel.dtype} of width {parallel.width}"
+        )
+    y_TL = DirectBalanced.apply((parallel, planned, activation), x_TL, w_TJ, *tensors)  # type: ignore[no-untyped-call]
     return y_TL
 
 
@@ -61,12 +83,12 @@ class BalancedExperts(nn.Module):
     """The routed experts of a mixture, spread over the ranks of `parallel`; a drop-in for the experts of a plain layer.
 
     Parameters gate_up_E2FL [H, 2F, L] and down_ELF [H, L, F] are the experts at home in this process: all E on
-    `Local`, E / R on `Collective`. Copies are never parameters.
+    `Local` and `Virtual`, E / R on `Collective` and `Symmetric`. Copies are never parameters.
     """
 
     def __init__(
         self,
-        parallel: ExpertParallel,
+        parallel: ExpertParallel | DirectParallel,
         width: int,
         inner: int,
         activation: Activation,
@@ -79,7 +101,7 @@ class BalancedExperts(nn.Module):
         held = parallel.home * len(parallel.transport.held)
         self.gate_up_E2FL = nn.Parameter(torch.empty(held, 2 * inner, width, device=device, dtype=dtype))
         self.down_ELF = nn.Parameter(torch.empty(held, width, inner, device=device, dtype=dtype))
-        self.planned: Planned | None = None
+        self.planned: Any = None
         nn.init.normal_(self.gate_up_E2FL, std=width**-0.5)
         nn.init.normal_(self.down_ELF, std=inner**-0.5)
 
@@ -114,7 +136,7 @@ class BalancedExperts(nn.Module):
             raise Error("stats: the layer has not run yet; call it first")
         one = self.gate_up_E2FL[0].numel() + self.down_ELF[0].numel()
         size = self.gate_up_E2FL.element_size()
-        return self.parallel.stats(self.planned, self.down_ELF.shape[1] * size, one * size)
+        return self.parallel.stats(self.planned, self.down_ELF.shape[1] * size, self.parallel.copy_bytes(one, size))
 
 
 def even_split(total: int, parts: int) -> list[int]:
@@ -130,66 +152,65 @@ class _Balanced(torch.autograd.Function):
         parallel, planned = run[:2]
         ctx.run = run
         ctx.save_for_backward(x_TL, weights_TJ, *tensors)
-        sizes = [route.tokens for route in planned.routes]
-        rows = parallel.dispatch(x_TL.split(sizes), planned)
-        own = _own(parallel, tensors)
+        rows = parallel.dispatch(x_TL.split(planned.tokens), planned)
+        row_weights = parallel.dispatch_weights(weights_TJ.split(planned.tokens), planned)
+        own = split_own(parallel, tensors)
         copies = parallel.prefetch(own, planned)
         for i in range(len(rows)):
-            rows[i] = _compute(run, i, rows[i], own[i], _used(planned, parallel, i, copies))
-        return torch.cat(parallel.combine(rows, weights_TJ.split(sizes), planned))
+            theirs = _used(planned, parallel, i, copies)
+            parts = [
+                moe.experts(x, weights, offs, run[2], exact=run[3], row_weights_R=w)
+                for x, w, weights, offs in _halves(run, i, rows[i], row_weights[i], own[i], theirs)
+            ]
+            rows[i] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return torch.cat(parallel.combine(rows, planned))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TL: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TL, weights_TJ, *tensors = ctx.saved_tensors
-        parallel, planned, _, _, kind = ctx.run
-        sizes = [route.tokens for route in planned.routes]
-        rows = parallel.dispatch(x_TL.split(sizes), planned)
-        own = _own(parallel, tensors)
+        run = parallel, planned, activation, exact, kind = ctx.run
+        rows = parallel.dispatch(x_TL.split(planned.tokens), planned)
+        row_weights = parallel.dispatch_weights(weights_TJ.split(planned.tokens), planned)
+        d_out = parallel.dispatch(d_y_TL.split(planned.tokens), planned)
+        own = split_own(parallel, tensors)
         copies = parallel.prefetch(own, planned)
-        d_out = parallel.dispatch(d_y_TL.split(sizes), planned)
-        w_rows = parallel.dispatch_weights(weights_TJ.split(sizes), planned)
-        d_rows, d_weight, d_own, d_copies = [], [], [], []
+        d_rows, d_weights, d_tensors = [], [], []
         for i in range(len(rows)):
-            leaves = [rows[i].detach().requires_grad_()]
-            mine, theirs = own[i], _used(planned, parallel, i, copies)
-            if kind is Dense:
-                leaves += [t.detach().requires_grad_() for t in (*mine, *theirs)]
-                mine, theirs = tuple(leaves[1:3]), tuple(leaves[3:])
-            with torch.enable_grad():
-                out_NL = _compute(ctx.run, i, leaves[0], mine, theirs)
-            used = int(planned.plan.ends_RG[parallel.transport.held[i], -1])
-            d_wide_NL = widen(d_out[i])
-            d_weight_N = (d_wide_NL[:used] * out_NL.detach()[:used]).sum(-1)
-            d_weight.append(_lengthen(d_weight_N.to(weights_TJ.dtype), parallel.rows))
-            d_out_NL = (d_wide_NL * w_rows[i].unsqueeze(-1)).to(out_NL.dtype)
-            # A rank without copies has leaves of no expert that nothing depends on.
-            grads = torch.autograd.grad(out_NL, leaves, d_out_NL, materialize_grads=True)
-            d_rows.append(grads[0])
-            d_own.append(grads[1:3])
-            d_copies.append(grads[3:])
-        d_x = [_sum_choices(d_TJL) for d_TJL in parallel.give_back(d_rows, planned)]
-        d_w = [d_TJ1.squeeze(-1) for d_TJ1 in parallel.give_back(d_weight, planned)]
-        d_tensors: list[torch.Tensor | None] = [None] * len(tensors)
+            theirs = _used(planned, parallel, i, copies)
+            halves = _halves(run, i, rows[i], row_weights[i], own[i], theirs)
+            grads, start = [], 0
+            for x, w, weights, offs in halves:
+                d_part = d_out[i][start : start + x.shape[0]]
+                grads.append(moe.experts_backward(d_part, x, weights, offs, activation, exact=exact, row_weights_R=w))
+                start += x.shape[0]
+            d_rows.append(torch.cat([g[0] for g in grads]))
+            d_weights.append(torch.cat([g[1] for g in grads if g[1] is not None]).unsqueeze(-1))
+            none = tuple(t[:0] for t in own[i])
+            d_tensors.append((grads[0][2:], grads[1][2:] if len(grads) > 1 else none))
+        d_x = parallel.combine(d_rows, planned)
+        d_w = [d_TJ1.squeeze(-1) for d_TJ1 in parallel.give_back(d_weights, planned)]
+        d_home: list[torch.Tensor | None] = [None] * len(tensors)
         if kind is Dense:
-            home = parallel.reduce_grads(d_own, d_copies, planned)
-            d_tensors = [torch.cat([grads[k] for grads in home]) for k in range(2)]
-        return None, torch.cat(d_x), torch.cat(d_w), *d_tensors
+            home = parallel.reduce_grads([d[0] for d in d_tensors], [d[1] for d in d_tensors], planned)
+            d_home = [torch.cat([grads[k] for grads in home]) for k in range(2)]
+        return None, torch.cat(d_x), torch.cat(d_w), *d_home
 
 
-def _compute(run: Any, held_index: int, rows_NL: torch.Tensor, own: Weights, copies: Weights) -> torch.Tensor:
-    """Own experts on the first rows, copies on the following; neither set of weights is moved to stand by the other."""
-    parallel, planned, activation, exact, kind = run
+def _halves(
+    run: Any, held_index: int, rows_NL: torch.Tensor, weights_N: torch.Tensor, own: Weights, copies: Weights
+) -> list[tuple[torch.Tensor, torch.Tensor, Dense | Packed, torch.Tensor]]:
+    """(rows, their weights, experts, offs) of own experts and, where there are any, of copies: the rows that follow."""
+    parallel, planned, kind = run[0], run[1], run[4]
     rank = parallel.transport.held[held_index]
     ends_G, cut = planned.plan.ends_RG[rank], planned.own_rows[rank]
     home, used = parallel.home, len(planned.slots[rank])
     if not used:
-        return moe.experts(rows_NL, kind(*own), ends_G[:home], activation, exact=exact)
-    parts = [
-        moe.experts(rows_NL[:cut], kind(*own), ends_G[:home], activation, exact=exact),
-        moe.experts(rows_NL[cut:], kind(*copies), ends_G[home : home + used] - cut, activation, exact=exact),
+        return [(rows_NL, weights_N, kind(*own), ends_G[:home])]
+    return [
+        (rows_NL[:cut], weights_N[:cut], kind(*own), ends_G[:home]),
+        (rows_NL[cut:], weights_N[cut:], kind(*copies), ends_G[home : home + used] - cut),
     ]
-    return torch.cat(parts)
 
 
 def _used(planned: Planned, parallel: ExpertParallel, held_index: int, copies: Copies) -> Weights:
@@ -204,21 +225,9 @@ def _tensors(weights: Dense | Packed) -> Weights:
     return (weights.gate_up_codes, weights.gate_up_scales, weights.down_codes, weights.down_scales)
 
 
-def _own(parallel: ExpertParallel, tensors: Sequence[torch.Tensor]) -> list[Weights]:
+def split_own(parallel: ExpertParallel | DirectParallel, tensors: Sequence[torch.Tensor]) -> list[Weights]:
     """Each held rank's experts."""
     return list(zip(*(t.split(parallel.home) for t in tensors), strict=True))
-
-
-def _sum_choices(d_TJL: torch.Tensor) -> torch.Tensor:
-    """Choices added in order, in max(fp32, dtype), cast once: what the gradient of `ops.moe.dispatch` does."""
-    d_TL = widen(d_TJL[:, 0])
-    for j in range(1, d_TJL.shape[1]):
-        d_TL = d_TL + d_TJL[:, j]
-    return d_TL.to(d_TJL.dtype)
-
-
-def _lengthen(x_n: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat([x_n, x_n.new_zeros(rows - x_n.shape[0])]).unsqueeze(-1)
 
 
 __all__ = ["BalancedExperts", "balanced_experts", "even_split"]

@@ -50,11 +50,20 @@ class Plan:
 
 
 def plan(counts_RE: torch.Tensor, policy: Policy, domains: Sequence[int] | None = None, align: int = 1) -> Plan:
-    """Plan from counts_RE int64 [R, E]; the reference planner on CPU, `plan_torch` (no host read) elsewhere."""
+    """Plan from counts_RE int64 [R, E]: the reference planner on CPU, `plan_triton` on CUDA, else `plan_torch`."""
+    if counts_RE.device.type == "cuda":
+        # Only here: triton is not needed, and on some machines not there, without a GPU.
+        from perilune.parallel.expert.layout_triton import plan_and_lay_out
+
+        return plan_and_lay_out(counts_RE, policy, domains, align)
     planner = plan_reference if counts_RE.device.type == "cpu" else plan_torch
-    ranks, experts = counts_RE.shape
-    slots = min(policy.slots_of(experts // ranks), experts - experts // ranks)
-    return lay_out(counts_RE, planner(counts_RE, policy, domains), slots, align)
+    allocation = planner(counts_RE, policy, domains)
+    return lay_out(counts_RE, allocation, slots_for(policy, *counts_RE.shape), align)
+
+
+def slots_for(policy: Policy, ranks: int, experts: int) -> int:
+    """B: slots for copies on every rank; never more than there are experts elsewhere."""
+    return min(policy.slots_of(experts // ranks), experts - experts // ranks)
 
 
 def lay_out(counts_RE: torch.Tensor, allocation: Allocation, slots: int, align: int) -> Plan:
@@ -71,7 +80,7 @@ def lay_out(counts_RE: torch.Tensor, allocation: Allocation, slots: int, align: 
     rows_RG = spare_RE.gather(1, expert_RG)
     padded_RG = -(-rows_RG // align) * align
     ends_RG = padded_RG.cumsum(1)
-    starts_RE = torch.zeros_like(spare_RE).scatter(1, expert_RG, ends_RG - padded_RG)[:, :experts]
+    starts_RE = torch.zeros_like(spare_RE).scatter(1, expert_RG, ends_RG - padded_RG)[:, :experts].contiguous()
     slots_RB = torch.where(copied_RB < experts, copied_RB, -1)
     return Plan(counts_RE, alloc_RE, allocation.rule, slots_RB, ends_RG.to(torch.int32), rows_RG, starts_RE)
 

@@ -16,35 +16,17 @@ from dataclasses import dataclass
 import torch
 
 from perilune.errors import Error
-from perilune.ops import moe
-from perilune.parallel.expert.plan import Plan, count, destinations
+from perilune.ops.mx import BLOCK, RULES, decode_mxfp4, encode_mxfp4
+from perilune.ops.precision import widen
+from perilune.parallel.expert.plan import Plan, count, slots_for
 from perilune.parallel.expert.plan import plan as make_plan
 from perilune.parallel.expert.policy import PARTS, Policy, exact
+from perilune.parallel.expert.routes import Route, column, global_payload, padding, source_of
 from perilune.parallel.expert.slots import Copies, SlotPool
 from perilune.parallel.expert.stats import Stats, measure
-from perilune.parallel.expert.transport import Transport
+from perilune.parallel.expert.transport import Sizes, Transport
 
 Weights = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Route:
-    """One rank's part of a planned layer. Choices stand in order of destination, then token, then choice.
-
-    As a source: choice_n int32, the flattened (token, choice) of each routed choice; token_P int32, of each payload.
-    As a destination: row_n int32, the buffer row of each arrived choice; payload_n int32, the payload it copies.
-    *_sent[d], *_received[s]: how many go to rank d and come from rank s.
-    """
-
-    tokens: int
-    choice_n: torch.Tensor
-    token_P: torch.Tensor
-    row_n: torch.Tensor
-    payload_n: torch.Tensor
-    choices_sent: tuple[int, ...]
-    choices_received: tuple[int, ...]
-    payloads_sent: tuple[int, ...]
-    payloads_received: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,6 +43,11 @@ class Planned:
     slots: tuple[tuple[int, ...], ...]
     own_rows: tuple[int, ...]
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of each rank in this process."""
+        return tuple(route.tokens for route in self.routes)
+
 
 class ExpertParallel:
     """What stays fixed over the steps: transport, sizes, policy, the slots.
@@ -68,7 +55,9 @@ class ExpertParallel:
     experts E in all; top_k J; tokens: the most that a rank ever has; align: groups are padded to a multiple of it;
     domains: ranks with the same number share a fast link; rows: length of a rank's buffer. Without it the buffer
     holds the worst case of the policy: align_up(tokens J + (align - 1) 2M, align) for `exact`, R times as much for
-    `off` and `budget`. Raises Error for sizes that cannot be.
+    `off` and `budget`. copy_rule: dense copies travel as MXFP4 with this scale rule (`ops.mx`), in a quarter of bf16's
+    bytes, and are decoded on arrival: the same weights where they lie on that grid already (quantisation-aware
+    training), rounded to it otherwise. Raises Error for sizes that cannot be and an unknown rule.
     """
 
     def __init__(
@@ -82,62 +71,64 @@ class ExpertParallel:
         domains: Sequence[int] | None = None,
         rows: int | None = None,
         pool: SlotPool | None = None,
+        copy_rule: str | None = None,
     ) -> None:
-        if experts < 1 or experts % transport.ranks:
-            raise Error(f"experts is {experts}; must be a multiple of the {transport.ranks} ranks")
-        if not 1 <= top_k <= experts:
-            raise Error(f"top_k is {top_k}; must be in 1..{experts}")
-        if tokens < 0 or align < 1:
-            raise Error(f"tokens is {tokens} and align {align}; must be >= 0 and >= 1")
-        if domains is not None and len(domains) != transport.ranks:
-            raise Error(f"domains has {len(domains)} numbers; must have one for each of the {transport.ranks} ranks")
+        if copy_rule is not None and copy_rule not in RULES:
+            raise Error(f"copy_rule is {copy_rule!r}; allowed: None, {', '.join(map(repr, RULES))}")
+        worst = worst_case_rows(policy or exact(), transport.ranks, experts, top_k, tokens, align, domains)
         self.transport, self.experts, self.top_k, self.tokens = transport, experts, top_k, tokens
         self.policy, self.align, self.domains = policy or exact(), align, domains
         self.home = experts // transport.ranks
-        self.slots = min(self.policy.slots_of(self.home), experts - self.home)
-        self.rows = self._worst_case() if rows is None else rows
-        self.pool = pool or SlotPool()
+        self.slots = slots_for(self.policy, transport.ranks, experts)
+        self.rows = worst if rows is None else rows
+        self.pool, self.copy_rule = pool or SlotPool(), copy_rule
 
     def plan(self, ids: Sequence[torch.Tensor]) -> Planned:
         """ids: int64 [T, J] of each rank here, -1 where nothing is routed; T may differ and may be 0.
 
         Counts are gathered and planned on every rank, then each rank tells the others which rows their payloads are
-        for. Raises Error on all ranks when one has ids out of range or too many tokens, or when a buffer is too small.
+        for. The host reads once: all sizes together. Raises Error on all ranks when one has ids out of range or too
+        many tokens, or when a buffer is too small.
         """
-        counts_RE = self._gather_counts(ids)
-        plan = make_plan(counts_RE, self.policy, self.domains, self.align)
-        needed = int(plan.ends_RG.amax())
+        held, ranks = self.transport.held, self.transport.ranks
+        if len(ids) != len(held):
+            raise Error(f"plan: ids of {len(ids)} ranks; this process holds {len(held)}")
+        checked = [self._checked(x) for x in ids]
+        # The last number says that this rank's ids are refused, so that all ranks stop together.
+        counts_RE1 = self.transport.gather([torch.cat([count(x, self.experts), bad]) for x, bad in checked])
+        plan = make_plan(counts_RE1[:, :-1].contiguous(), self.policy, self.domains, self.align)
+        sources = [source_of(plan, x, rank) for (x, _), rank in zip(checked, held, strict=True)]
+        sizes_R2R = self.transport.gather([source.sizes for source in sources])
+        ends_RG = plan.ends_RG.long()
+        own_R1, all_R1 = ends_RG[:, self.home - 1].unsqueeze(1), ends_RG.amax(1, keepdim=True)
+        read: list[list[int]] = torch.cat([sizes_R2R, plan.slots_RB, own_R1, all_R1, counts_RE1[:, -1:]], 1).tolist()
+        self._raise_refusal(ids, [bool(row[-1]) for row in read])
+        needed = max(row[-2] for row in read)
         if needed > self.rows:
             raise Error(f"rows is {self.rows} but a rank gets {needed} under this policy; make it larger or use exact")
-        sources = [_source(plan, x, rank) for x, rank in zip(ids, self.transport.held, strict=True)]
-        sizes = self.transport.gather([source.sizes for source in sources]).tolist()
-        ranks = self.transport.ranks
-        payloads = tuple(tuple(row[:ranks]) for row in sizes)
-        choices = tuple(tuple(row[ranks:]) for row in sizes)
-        held = self.transport.held
+        payloads = tuple(tuple(row[:ranks]) for row in read)
+        choices = tuple(tuple(row[ranks : 2 * ranks]) for row in read)
+        slots = tuple(tuple(e for e in row[2 * ranks : -3] if e >= 0) for row in read)
         arrived = self.transport.exchange(
-            [source.tell_n2 for source in sources],
-            [choices[r] for r in held],
-            [_column(choices, r) for r in held],
+            [source.tell_n2[: sum(choices[rank])] for source, rank in zip(sources, held, strict=True)],
+            [choices[rank] for rank in held],
+            [column(choices, rank) for rank in held],
         )
-        routes = []
-        for rank, x, source, tell_n2 in zip(held, ids, sources, arrived, strict=True):
-            routes.append(
-                Route(
-                    x.shape[0],
-                    source.choice_n,
-                    source.token_P,
-                    tell_n2[:, 0].contiguous(),
-                    _global_payload(tell_n2[:, 1], _column(choices, rank), _column(payloads, rank)),
-                    choices[rank],
-                    _column(choices, rank),
-                    payloads[rank],
-                    _column(payloads, rank),
-                )
+        routes = [
+            Route(
+                x.shape[0],
+                source.choice_n[: sum(choices[rank])],
+                source.token_P[: sum(payloads[rank])],
+                tell_n2[:, 0].contiguous(),
+                global_payload(tell_n2[:, 1], column(choices, rank), column(payloads, rank)),
+                choices[rank],
+                column(choices, rank),
+                payloads[rank],
+                column(payloads, rank),
             )
-        slots = tuple(tuple(e for e in row if e >= 0) for row in plan.slots_RB.tolist())
-        own = tuple(plan.ends_RG[:, self.home - 1].tolist())
-        return Planned(plan, tuple(routes), payloads, choices, slots, own)
+            for rank, (x, _), source, tell_n2 in zip(held, checked, sources, arrived, strict=True)
+        ]
+        return Planned(plan, tuple(routes), payloads, choices, slots, tuple(row[-3] for row in read))
 
     def dispatch(self, x: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """x [T, L] of each rank -> its buffer [N, L], rows grouped by expert; padding is zero, the tail undefined."""
@@ -175,21 +166,32 @@ class ExpertParallel:
         for k in range(len(weights[0])):
             sends = []
             for own, row in zip(weights, wanted, strict=True):
-                index = torch.tensor([e for ids in row for e in ids], dtype=torch.int64, device=own[k].device)
-                sends.append(own[k].index_select(0, index))
+                # Slices: which they are is known here, and weights may be too large for index operations.
+                sends.append(torch.cat([own[k][:0], *(own[k][e : e + 1] for ids in row for e in ids)]))
             # Slots are in order of expert, so in order of home rank: what arrives is in slot order.
-            for rank, copies in enumerate(self.transport.exchange(sends, sent, received)):
+            for rank, copies in enumerate(self._exchange_weights(sends, sent, received)):
                 arrived[rank].append(copies)
         return self.pool.fill(arrived, self.slots)
 
-    def combine(
-        self, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], planned: Planned
-    ) -> list[torch.Tensor]:
-        """Buffers [N, L] and weights [T, J] -> y [T, L]: choices added in order j = 0, 1, ... in max(fp32, dtype)."""
+    def _exchange_weights(self, sends: list[torch.Tensor], sent: Sizes, received: Sizes) -> list[torch.Tensor]:
+        if self.copy_rule is None or not sends[0].is_floating_point():
+            return self.transport.exchange(sends, sent, received)
+        packed = [encode_mxfp4(x, self.copy_rule) for x in sends]
+        codes, scales = (self.transport.exchange([p[i] for p in packed], sent, received) for i in range(2))
+        return [decode_mxfp4(c, s, sends[0].dtype) for c, s in zip(codes, scales, strict=True)]
+
+    def copy_bytes(self, numbers: int, size: int) -> int:
+        """What a copy of `numbers` dense weights of `size` bytes each takes on the way."""
+        return numbers * size if self.copy_rule is None else numbers // 2 + numbers // BLOCK
+
+    def combine(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
+        """Buffers [N, L] -> y [T, L]: choices added in order j = 0, 1, ... in max(fp32, dtype), cast once."""
         out = []
-        for x_TJL, w_TJ in zip(self.give_back(rows, planned), weights, strict=True):
-            order_n = torch.arange(w_TJ.numel(), device=w_TJ.device)
-            out.append(moe.combine(x_TJL.flatten(0, 1), order_n, w_TJ))
+        for x_TJL in self.give_back(rows, planned):
+            y_TL = widen(x_TJL[:, 0])
+            for j in range(1, self.top_k):
+                y_TL = y_TL + x_TJL[:, j]
+            out.append(y_TL.to(x_TJL.dtype))
         return out
 
     def give_back(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
@@ -225,9 +227,9 @@ class ExpertParallel:
             for i, arrived in enumerate(self.transport.exchange(sends, sent, received)):
                 dtype = own[i][k].dtype
                 total = own[i][k].to(torch.promote_types(dtype, torch.float32), copy=True)
-                # One addition a rank: inside it each expert occurs once, so the order is the order of ranks.
-                for ids, piece in zip(back[i], arrived.split(received[i]), strict=True):
-                    total.index_add_(0, torch.tensor(ids, dtype=torch.int64, device=total.device), piece.to(total))
+                # In order of rank, since copies arrive in it.
+                for e, grad in zip((e for ids in back[i] for e in ids), arrived, strict=True):
+                    total[e] += grad
                 out[i].append(total.to(dtype))
         return [tuple(grads) for grads in out]
 
@@ -243,98 +245,62 @@ class ExpertParallel:
         route, rank = planned.routes[held_index], self.transport.held[held_index]
         buffer_NL = _buffer(x_nL, self.rows)
         if self.align > 1:
-            buffer_NL.index_fill_(0, _padding(planned.plan, rank), 0)
+            buffer_NL.index_fill_(0, padding(planned.plan, rank), 0)
         return buffer_NL.index_copy_(0, route.row_n.long(), x_nL)
 
-    def _gather_counts(self, ids: Sequence[torch.Tensor]) -> torch.Tensor:
-        if len(ids) != len(self.transport.held):
-            raise Error(f"plan: ids of {len(ids)} ranks; this process holds {len(self.transport.held)}")
-        problems = [self._problem(x) for x in ids]
-        rows = []
-        for x_TJ, problem in zip(ids, problems, strict=True):
-            counts_E = x_TJ.new_zeros(self.experts, dtype=torch.int64) if problem else count(x_TJ, self.experts)
-            # The last number says that this rank's ids are refused, so that all ranks stop together.
-            rows.append(torch.cat([counts_E, counts_E.new_tensor([bool(problem)])]))
-        counts_RE1 = self.transport.gather(rows)
-        for problem in filter(None, problems):
-            raise Error(problem)
-        refused = counts_RE1[:, -1].nonzero().view(-1).tolist()
-        if refused:
-            raise Error(f"plan: rank {refused[0]} refused its ids; its own message says why")
-        return counts_RE1[:, :-1].contiguous()
+    def _checked(self, ids_TJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids that can be planned, int64 [1] that is not 0 where these are not the ones given)."""
+        if self._misfit(ids_TJ):
+            return ids_TJ.new_empty(0, self.top_k, dtype=torch.int64), ids_TJ.new_ones(1, dtype=torch.int64)
+        wrong_TJ = (ids_TJ < -1) | (ids_TJ >= self.experts)
+        return ids_TJ.masked_fill(wrong_TJ, -1), wrong_TJ.sum().view(1)
 
-    def _problem(self, ids_TJ: torch.Tensor) -> str | None:
+    def _misfit(self, ids_TJ: torch.Tensor) -> str | None:
         if ids_TJ.dim() != 2 or ids_TJ.shape[1] != self.top_k or ids_TJ.dtype != torch.int64:
             return f"plan: ids are {ids_TJ.dtype} {tuple(ids_TJ.shape)}; must be int64 [tokens, {self.top_k}]"
         if ids_TJ.shape[0] > self.tokens:
             return f"plan: {ids_TJ.shape[0]} tokens on a rank; the buffers are made for tokens = {self.tokens}"
-        lowest, highest = (int(ids_TJ.min()), int(ids_TJ.max())) if ids_TJ.numel() else (-1, -1)
-        if lowest < -1 or highest >= self.experts:
-            return f"plan: ids lie in {lowest}..{highest}; must be in -1..{self.experts - 1}"
         return None
 
-    def _worst_case(self) -> int:
-        rows, ranks = self.tokens * self.top_k, self.transport.ranks
-        if self.policy.kind in ("budget", "off"):
-            rows *= ranks
-        if self.policy.kind == "tolerant":
-            rows = -(-rows * (PARTS + round(self.policy.eps * PARTS)) // PARTS)
-            # Refused copies stay at home: a donor makes at most M + R - 1 of them.
-            rows = min(rows + self.policy.min_rows * (self.home + ranks - 1), self.tokens * self.top_k * ranks)
-        groups = self.home + self.slots
-        if self.policy.kind in ("exact", "one_donor"):
-            groups = 2 * self.home
-        return -(-(rows + (self.align - 1) * groups) // self.align) * self.align
+    def _raise_refusal(self, ids: Sequence[torch.Tensor], refused: list[bool]) -> None:
+        for rank, x in zip(self.transport.held, ids, strict=True):
+            if refused[rank]:
+                span = "" if self._misfit(x) else f"{int(x.min())}..{int(x.max())}"
+                raise Error(self._misfit(x) or f"plan: ids lie in {span}; must be in -1..{self.experts - 1}")
+        if any(refused):
+            raise Error(f"plan: rank {refused.index(True)} refused its ids; its own message says why")
 
 
-@dataclass(frozen=True)
-class _Source:
-    choice_n: torch.Tensor
-    token_P: torch.Tensor
-    tell_n2: torch.Tensor
-    sizes: torch.Tensor
-
-
-def _source(plan: Plan, ids_TJ: torch.Tensor, rank: int) -> _Source:
-    """What a source sends: choices by destination, payloads, and to each destination (row, payload) of each choice."""
-    top_k = ids_TJ.shape[1]
-    rank_TJ, row_TJ = destinations(plan, ids_TJ, rank)
-    rank_n, choice_n = rank_TJ.reshape(-1).sort(stable=True)
-    routed = rank_n >= 0
-    rank_n, choice_n = rank_n[routed], choice_n[routed]
-    token_n = choice_n // top_k
-    pair_n = rank_n * max(ids_TJ.shape[0], 1) + token_n
-    first_n = torch.ones_like(pair_n, dtype=torch.bool)
-    first_n[1:] = pair_n[1:] != pair_n[:-1]
-    choices_R = torch.bincount(rank_n, minlength=plan.ranks)
-    payloads_R = torch.bincount(rank_n[first_n], minlength=plan.ranks)
-    before_R = payloads_R.cumsum(0) - payloads_R
-    payload_n = first_n.cumsum(0) - 1 - before_R[rank_n]
-    row_n = row_TJ.reshape(-1)[choice_n]
-    return _Source(
-        choice_n.to(torch.int32),
-        token_n[first_n].to(torch.int32),
-        torch.stack([row_n, payload_n], 1).to(torch.int32),
-        torch.cat([payloads_R, choices_R]),
-    )
-
-
-def _global_payload(payload_n: torch.Tensor, choices: Sequence[int], payloads: Sequence[int]) -> torch.Tensor:
-    """Payload numbers counted from each source's first -> counted from the first of all."""
-    before, out = 0, []
-    for piece, arrived in zip(payload_n.split(list(choices)), payloads, strict=True):
-        out.append(piece + before)
-        before += arrived
-    return torch.cat(out)
-
-
-def _padding(plan: Plan, rank: int) -> torch.Tensor:
-    """Rows of a rank's buffer that belong to a group but to no choice."""
-    ends_G, rows_G = plan.ends_RG[rank].long(), plan.rows_RG[rank]
-    starts_G = torch.cat([ends_G.new_zeros(1), ends_G[:-1]])
-    row_N = torch.arange(int(ends_G[-1]), device=ends_G.device)
-    group_N = torch.searchsorted(ends_G, row_N, right=True)
-    return row_N[row_N - starts_G[group_N] >= rows_G[group_N]]
+def worst_case_rows(
+    policy: Policy,
+    ranks: int,
+    experts: int,
+    top_k: int,
+    tokens: int,
+    align: int,
+    domains: Sequence[int] | None,
+) -> int:
+    """The most rows, padding included, that a rank can get. Raises Error for sizes that cannot be."""
+    if experts < 1 or experts % ranks:
+        raise Error(f"experts is {experts}; must be a multiple of the {ranks} ranks")
+    if not 1 <= top_k <= experts:
+        raise Error(f"top_k is {top_k}; must be in 1..{experts}")
+    if tokens < 0 or align < 1:
+        raise Error(f"tokens is {tokens} and align {align}; must be >= 0 and >= 1")
+    if domains is not None and len(domains) != ranks:
+        raise Error(f"domains has {len(domains)} numbers; must have one for each of the {ranks} ranks")
+    home, rows = experts // ranks, tokens * top_k
+    if policy.kind in ("budget", "off"):
+        rows *= ranks
+    if policy.kind == "tolerant":
+        limit = -(-rows * (PARTS + round(policy.eps * PARTS)) // PARTS)
+        # Refused copies stay at home. While a donor's largest expert has min_rows, each ends a quota: R - 1 of them.
+        # After that it has fewer than M min_rows rows left, whatever is refused.
+        rows = min(max(limit, home * policy.min_rows) + policy.min_rows * (ranks - 1), rows * ranks)
+    groups = home + slots_for(policy, ranks, experts)
+    if policy.kind in ("exact", "one_donor"):
+        groups = 2 * home
+    return -(-(rows + (align - 1) * groups) // align) * align
 
 
 def _buffer(like_nL: torch.Tensor, rows: int) -> torch.Tensor:
@@ -342,8 +308,4 @@ def _buffer(like_nL: torch.Tensor, rows: int) -> torch.Tensor:
     return like_nL.new_empty(rows, like_nL.shape[1])
 
 
-def _column(table: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    return tuple(row[rank] for row in table)
-
-
-__all__ = ["ExpertParallel", "Planned", "Route"]
+__all__ = ["ExpertParallel", "Planned", "worst_case_rows"]

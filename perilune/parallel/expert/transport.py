@@ -59,7 +59,7 @@ class Collective:
             raise Error("collective: torch.distributed has no process group; call init_process_group first")
         self.group = group
         self.ranks = dist.get_world_size(group)
-        self.held = (dist.get_rank(group),)
+        self.held: tuple[int, ...] = (dist.get_rank(group),)
 
     def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         (row,) = rows

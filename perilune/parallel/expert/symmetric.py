@@ -1,0 +1,107 @@
+"""Memory of other GPUs that kernels write and read directly: torch's symmetric memory, multicast not used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from perilune.errors import Error
+from perilune.parallel.expert.transport import Local
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One buffer a rank, all of one shape. mine: those of the ranks here. table: int64 [R], all their addresses."""
+
+    mine: tuple[torch.Tensor, ...]
+    table: torch.Tensor
+
+
+class Direct(Protocol):
+    """`ranks` in all, of which `held` (ascending) live in this process, on one device."""
+
+    ranks: int
+    held: tuple[int, ...]
+    device: torch.device
+
+    def share(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        """A buffer on every rank; all ranks make the same calls in the same order. Contents are undefined."""
+        ...
+
+    def barrier(self, channel: int = 0) -> None:
+        """What ranks wrote before it can be read after it; on the current stream, without the host.
+
+        Barriers of several streams need a channel each.
+        """
+        ...
+
+    def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64 [n] from every rank -> [R, n]; may wait for the device."""
+        ...
+
+
+class Virtual(Local):
+    """`Local` whose ranks write each other's memory on one device, through the kernels of `Symmetric`."""
+
+    def __init__(self, ranks: int, device: torch.device | str) -> None:
+        super().__init__(ranks)
+        self.device = torch.device(device)
+
+    def share(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        mine = tuple(torch.empty(*shape, dtype=dtype, device=self.device) for _ in self.held)
+        return Shared(mine, torch.tensor([t.data_ptr() for t in mine], dtype=torch.int64, device=self.device))
+
+    def barrier(self, channel: int = 0) -> None:
+        """Kernels of one stream run one after the other."""
+
+
+class Symmetric:
+    """One rank a process and GPU, all GPUs reaching each other (NVLink or PCIe peer access).
+
+    timeout: seconds that a barrier waits for the other ranks before it stops the program. Raises Error where symmetric
+    memory cannot be had.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise Error("symmetric: torch.distributed has no process group; call init_process_group first")
+        if not torch.cuda.is_available():
+            raise Error("symmetric: torch sees no GPU; use Collective on CPU")
+        self.group = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.ranks = dist.get_world_size(group)
+        self.held: tuple[int, ...] = (dist.get_rank(group),)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._milliseconds = round(timeout * 1e3)
+        self._handle: Any = None
+        self._handle = self._rendezvous(torch.uint8, (16,))[1]
+
+    def share(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        mine, handle = self._rendezvous(dtype, shape)
+        peers = [handle.get_buffer(rank, list(shape), dtype).data_ptr() for rank in range(self.ranks)]
+        if any(address % 16 for address in peers):
+            raise Error("symmetric: a buffer does not begin at a multiple of 16 bytes")
+        return Shared((mine,), torch.tensor(peers, dtype=torch.int64, device=self.device))
+
+    def barrier(self, channel: int = 0) -> None:
+        self._handle.barrier(channel=channel, timeout_ms=self._milliseconds)
+
+    def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        out = [torch.empty_like(rows[0]) for _ in range(self.ranks)]
+        dist.all_gather(out, rows[0].contiguous(), group=self.group)
+        return torch.stack(out)
+
+    def _rendezvous(self, dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        try:
+            mine = symm_mem.empty(*shape, dtype=dtype, device=self.device)
+            return mine, symm_mem.rendezvous(mine, self.group)
+        except RuntimeError as cause:
+            raise Error(f"symmetric: these GPUs cannot share memory: {str(cause).splitlines()[0]}") from cause
+
+
+__all__ = ["Direct", "Shared", "Symmetric", "Virtual"]
