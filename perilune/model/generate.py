@@ -6,38 +6,16 @@ Legend: T prompt tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from perilune.errors import Error
+from perilune.model.sampling import Sampling, ordered
 from perilune.model.state import SequenceState
 from perilune.model.transformer import Transformer
 from perilune.ops.sequences import Sequences
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn. temperature 0 takes the most likely one; None switches a filter off.
-
-    The filters apply in the order top_k, top_p, min_p, each to the distribution after temperature.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise Error(f"temperature is {self.temperature}; must be >= 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise Error(f"top_k is {self.top_k}; must be >= 1")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise Error(f"{name} is {value}; must be in (0, 1]")
+_DEFAULT = Sampling()
 
 
 def sample(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> int:
@@ -50,17 +28,8 @@ def sample(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generato
         raise Error("logits hold NaN or no finite value; the model or its input is broken")
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probs_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
-    ordered_V, ids_V = probs_V.sort(descending=True, stable=True)
-    if sampling.top_k is not None:
-        ordered_V[sampling.top_k :] = 0
-    if sampling.top_p is not None:
-        # A token stays if the mass before it has not yet reached top_p; the first always stays.
-        total = ordered_V.sum()
-        ordered_V[ordered_V.cumsum(0) - ordered_V >= sampling.top_p * total] = 0
-    if sampling.min_p is not None:
-        ordered_V[ordered_V < sampling.min_p * ordered_V[0]] = 0
-    return int(ids_V[torch.multinomial(ordered_V, 1, generator=generator)])
+    weights_NV, ids_NV = ordered(logits_V[None], [sampling])
+    return int(ids_NV[0, torch.multinomial(weights_NV[0], 1, generator=generator)])
 
 
 @torch.inference_mode()
@@ -68,7 +37,7 @@ def generate(
     model: Transformer,
     prompt: Sequence[int],
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = _DEFAULT,
     stop_ids: Collection[int] = (),
     exact: bool = False,
 ) -> Iterator[int]:

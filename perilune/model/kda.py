@@ -69,11 +69,12 @@ class KdaLayer(nn.Module):
             new = _Tokens(q_THK, k_THK, v_THK.to(k_THK.dtype), g_THK, beta_TH)
             o_THK, after = _advance(new, u_TC, sequences, states, self.gate.lower_bound)
             o_THK = o_THK.to(x_TD.dtype)
-        gate_THK = self._output_gate(x_TD, parts).unflatten(-1, (self.heads, self.dim))
+        gate_THK = self.output_gate(x_TD, parts).unflatten(-1, (self.heads, self.dim))
         o_THK = gated_rms_norm(o_THK, self.o_norm_K, gate_THK, self.eps)
         return linear(o_THK.flatten(-2), self.o_proj.weight), after
 
-    def _output_gate(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def output_gate(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
+        """The output gate before its sigmoid, [T, H * K]."""
         if hasattr(self, "g_proj"):
             return parts.linear(x_TD, self.g_proj.weight)
         return parts.linear(parts.linear(x_TD, self.g_a_proj.weight), self.g_b_proj.weight)

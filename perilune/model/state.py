@@ -16,6 +16,7 @@ import torch
 
 from perilune.config import ModelConfig
 from perilune.errors import Error
+from perilune.model.paged_rows import PagedRows
 
 GRID = 64
 # The longest draft that can be taken back; the tail holds up to 63 + ROLLBACK tokens.
@@ -112,7 +113,7 @@ class MlaState:
         return MlaState(self.rows_SL.clone(), self.length)
 
 
-LayerState = KdaState | MlaState
+LayerState = KdaState | MlaState | PagedRows
 
 
 @dataclass

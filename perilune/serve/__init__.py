@@ -1,4 +1,7 @@
-"""The serve room: the hybrid prefix cache and its trace-driven simulator. Neither imports torch."""
+"""The serve room: a language model that answers many requests at once, its prefix cache and the cache's simulator.
+
+The cache and the simulator import without torch.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perilune.serve.cache import Chain, Geometry, PrefixCache
+    from perilune.serve.config import EngineConfig
+    from perilune.serve.engine import Engine, Hold
+    from perilune.serve.llm import LLM, Answer
+    from perilune.serve.request import Logprob, Output, Params
+    from perilune.serve.segment import Segment
+    from perilune.serve.speculate import Drafter, NgramDrafter
 
-_HOMES = {"Chain": "perilune.serve.cache", "Geometry": "perilune.serve.cache", "PrefixCache": "perilune.serve.cache"}
+_HOMES = {
+    "perilune.serve.cache": ("Chain", "Geometry", "PrefixCache"),
+    "perilune.serve.config": ("EngineConfig",),
+    "perilune.serve.engine": ("Engine", "Hold"),
+    "perilune.serve.llm": ("LLM", "Answer"),
+    "perilune.serve.request": ("Logprob", "Output", "Params"),
+    "perilune.serve.segment": ("Segment",),
+    "perilune.serve.speculate": ("Drafter", "NgramDrafter"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that each part is imported alone (PEP 562)."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Chain", "Geometry", "PrefixCache"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "Chain",
+    "Drafter",
+    "Engine",
+    "EngineConfig",
+    "Geometry",
+    "Hold",
+    "Logprob",
+    "NgramDrafter",
+    "Output",
+    "Params",
+    "PrefixCache",
+    "Segment",
+]

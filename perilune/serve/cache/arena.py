@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from perilune.errors import Error
 
 
 class Arena:
-    """`capacity` pages with ids 0 .. capacity - 1. A page can have several holders; the last one frees it."""
+    """`capacity` pages with ids 0 .. capacity - 1. A page can have several holders; the last one frees it.
+
+    freed: called with every page that has lost its last holder, where set (tests poison it).
+    """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
@@ -15,6 +20,7 @@ class Arena:
         self._free = list(range(capacity - 1, -1, -1))
         self._held = bytearray(capacity)
         self._more: dict[int, int] = {}  # holders beyond the first
+        self.freed: Callable[[int], None] | None = None
 
     @property
     def free_pages(self) -> int:
@@ -48,6 +54,8 @@ class Arena:
             else:
                 self._held[page] = 0
                 self._free.append(page)
+                if self.freed is not None:
+                    self.freed(page)
 
     def holders(self, page: int) -> int:
         return self._held[page] + self._more.get(page, 0)

@@ -196,22 +196,8 @@ class PrefixCache:
         self._live(lease)
         lease.stages.remove(stage)
         taken: set[int] = set()
-        last: Node | None = None
-        for mark, state in zip(stage.marks, stage.states, strict=True):
-            node = self._insert(stage, mark.depth, taken, now)
-            if node is None or node.kind == QUARANTINED:
-                self.arenas[DEVICE].free(state)
-                continue
-            last = node
-            if node.state is None:
-                node.state = state
-                node.kind, node.origin, node.turn, node.used, node.seen = mark.kind, mark.origin, stage.turn, now, now
-                node.bucket = -1
-            else:
-                self.arenas[DEVICE].free(state)
+        self._publish(stage, taken, now)
         self.arenas[DEVICE].free([page for page in stage.pages if page not in taken])
-        if last is not None:
-            self._supersede(last)
 
     def abandon(self, lease: Lease, stage: Stage) -> None:
         """The request was aborted: nothing of the stage is published."""
@@ -292,6 +278,24 @@ class PrefixCache:
 
     # --- edges
 
+    def _publish(self, stage: Stage, taken: set[int], now: float) -> None:
+        """Put the stage's marks into the tree. taken: its pages that somebody else holds too; grows by what went in."""
+        last: Node | None = None
+        for mark, state in zip(stage.marks, stage.states, strict=True):
+            node = self._insert(stage, mark.depth, taken, now)
+            if node is None or node.kind == QUARANTINED:
+                self.arenas[DEVICE].free(state)
+                continue
+            last = node
+            if node.state is None:
+                node.state = state
+                node.kind, node.origin, node.turn, node.used, node.seen = mark.kind, mark.origin, stage.turn, now, now
+                node.bucket = -1
+            else:
+                self.arenas[DEVICE].free(state)
+        if last is not None:
+            self._supersede(last)
+
     def _insert(self, stage: Stage, depth: int, taken: set[int], now: float) -> Node | None:
         """The node that ends at `depth` on the stage's path, made from the stage's pages where it is missing.
 
@@ -331,8 +335,8 @@ class PrefixCache:
         assert first >= 0
         assert node.start >= stage.start
         node.pages = stage.pages[first : first + self.geometry.kv_pages(node.start, node.end)]
-        for page in node.pages[:1] + node.pages[-1:] if len(node.pages) > 1 else node.pages:
-            if page in taken:  # a page across a cut has a holder on both sides
+        for page in node.pages:
+            if page in taken:  # across a cut, or a page that its request goes on writing
                 self.arenas[DEVICE].share(page)
         taken.update(node.pages)
         node.used = node.seen = now

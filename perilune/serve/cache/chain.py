@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from perilune.errors import Error
 
@@ -18,7 +19,8 @@ from perilune.errors import Error
 class Chain:
     """A document as the cache sees it. keys: one chained key a whole match unit. length: tokens.
 
-    tokens is None where only the keys are known (a trace): then a prefix is known to whole units only.
+    tokens is None where only the keys are known (a trace): then a prefix is known to whole units only. seed: what the
+    first unit is chained to.
     """
 
     keys: Sequence[Hashable]
@@ -26,18 +28,23 @@ class Chain:
     unit: int
     version: int = 0
     tokens: Sequence[int] | None = None
+    seed: bytes = b""
 
     @classmethod
     def of(cls, tokens: Sequence[int], unit: int, salt: str = "", version: int = 0) -> Chain:
         """Hash token ids (each in [0, 2^63)) with 128-bit BLAKE2b. Raises Error for a unit < 1."""
         if unit < 1:
             raise Error(f"unit is {unit}; must be >= 1")
-        digest = _digest(f"{len(salt)}:{salt}:{version}".encode(), b"")
-        keys = []
-        for i in range(0, len(tokens) - unit + 1, unit):
+        return cls([], 0, unit, version, []).extended(tokens, _digest(f"{len(salt)}:{salt}:{version}".encode(), b""))
+
+    def extended(self, tokens: Sequence[int], seed: bytes = b"") -> Chain:
+        """The chain of `tokens`, of which this chain's are a prefix: only the units after its last are hashed."""
+        keys, unit = list(self.keys), self.unit
+        digest: Any = keys[-1] if keys else seed or self.seed
+        for i in range(len(keys) * unit, len(tokens) - unit + 1, unit):
             digest = _digest(digest, array("q", tokens[i : i + unit]).tobytes())
             keys.append(digest)
-        return cls(keys, len(tokens), unit, version, tokens)
+        return Chain(keys, len(tokens), unit, self.version, tokens, seed or self.seed)
 
     def tail(self, end: int) -> bytes:
         """Digest of the tokens between the last whole unit before `end` and `end`; the keys cover what is before."""

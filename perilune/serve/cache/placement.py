@@ -15,7 +15,7 @@ from perilune.serve.cache.tree import Match
 
 @dataclass(frozen=True)
 class Mark:
-    """A checkpoint to make: after `depth` tokens. origin: which arithmetic makes the state, prefill or decode."""
+    """A checkpoint to make: after `depth` tokens. origin: the arithmetic of the state: prefill, decode or exact."""
 
     depth: int
     kind: str

@@ -1,0 +1,342 @@
+"""A checkpoint that answers: prompts or token ids in, answers out, in one call or token by token.
+
+llm = LLM("checkpoint")
+[answer] = llm.generate(["def main():"], max_tokens=50, temperature=0)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from perilune.chat import StreamDecoder, Tokenizer
+from perilune.config import ModelConfig
+from perilune.errors import Error
+from perilune.model import Transformer, load
+from perilune.serve import control
+from perilune.serve.config import EngineConfig
+from perilune.serve.engine import Engine, Hold
+from perilune.serve.request import Logprob, Output, Params, token_ids
+from perilune.serve.segment import Segment
+from perilune.serve.speculate import Drafter
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Answer:
+    """A finished request. tokens: of the answer, a stop token included; versions: the weights that made each of them.
+
+    text: without special tokens and without the stop text; "" without a tokenizer. finished as in `Output`.
+    cached: prompt tokens that came from the cache. hold: on its end, where it was added with `hold=seconds`.
+    routing: experts of the tokens from `computed_from` on, [tokens, sparse layers, J]; the last token of the answer was
+    never computed and is left out.
+    """
+
+    id: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: str = ""
+    error: str | None = None
+    versions: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    cached: int = 0
+    routing: torch.Tensor | None = None
+    computed_from: int = 0
+    hold: Hold | None = None
+
+
+_DEFAULT = Params()
+
+
+class LLM:
+    """A model with its engine. checkpoint: a folder with weights and (for text) a tokenizer, or a Transformer.
+
+    config: None serves on a quarter of the free memory. device: "auto" takes a GPU if there is one. dtype: None keeps
+    that of the files.
+    Raises Error as `Engine`, `perilune.model.load` and `Tokenizer.load` do.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path | Transformer,
+        config: EngineConfig | None = None,
+        *,
+        device: str = "auto",
+        dtype: torch.dtype | None = None,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if isinstance(checkpoint, Transformer):
+            model = checkpoint
+        else:
+            family = "k3" if ModelConfig.from_pretrained(checkpoint).family == "kimi_k3" else "k2"
+            if tokenizer is None and any((Path(checkpoint) / name).exists() for name in TOKENIZER_FILES):
+                tokenizer = Tokenizer.load(checkpoint, family)
+            if device == "auto":
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+            model = load(checkpoint, torch.device(device), dtype)
+        self.tokenizer = tokenizer
+        self.engine = Engine(model, config or EngineConfig(_quarter(model.lm_head.weight.device)), drafter)
+        self._streams: dict[int, _Stream] = {}
+        self._kept: tuple[list[tuple[str, Output]], list[Answer]] = ([], [])
+
+    # --- answers
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None, **options: Any
+    ) -> list[Answer]:
+        """Answers to all prompts, in their order. params: one for all or one each; or its fields as `options`.
+
+        A text begins with the beginning-of-sequence token and ends at the end-of-sequence token; token ids are taken
+        as they are. Raises Error for a prompt that cannot be served, before anything is computed.
+        """
+        if options.get("remote"):
+            raise Error("remote is True; allowed: in add, since generate would wait for itself")
+        ids = self._add_all(prompts, params, options)
+        answers: dict[int, Answer] = {}
+        try:
+            while len(answers) < len(ids):
+                answers |= {answer.id: answer for answer in self._step_for(set(ids))[1]}
+        except BaseException:
+            self._forget(ids)
+            raise
+        return [answers[id] for id in ids]
+
+    def stream(self, prompt: Prompt, params: Params | None = None, **options: Any) -> Iterator[tuple[str, Output]]:
+        """The text and the output of every step for one prompt; closing the iterator aborts the request."""
+        (id,) = self._add_all([prompt], params, options)
+        try:
+            # Another call's steps may have ended it: its last pieces are kept then.
+            while id in self._streams or any(output.id == id for _, output in self._kept[0]):
+                yield from self._step_for({id})[0]
+        finally:
+            self._forget([id])
+
+    def add(self, prompt: Prompt, params: Params = _DEFAULT, stop: Sequence[str] = (), **options: Any) -> int:
+        """Put a request into the queue; its id. stop: texts that end the answer (not part of its text).
+
+        options: those of `Engine.add`. Raises Error for a text without a tokenizer, and as `Engine.add` does.
+        """
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer("a text prompt")
+            begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+            tokens = begin + tokenizer.encode(prompt)
+        else:
+            tokens = token_ids("prompt", prompt)
+        if isinstance(stop, str):
+            raise Error(f"stop is {stop!r}; must be a list of texts")
+        if any(not text for text in stop):
+            raise Error("stop holds an empty text; needs at least one character")
+        stream = _Stream(Answer(-1, tokens), list(stop), options.get("salt", ""))
+        if self.tokenizer is not None:
+            stream.decoder, stream.vocabulary = StreamDecoder(self.tokenizer, True), self.tokenizer.vocab_size
+        if stop:
+            stream.watcher = StreamDecoder(self._need_tokenizer("a stop text"), skip_special=True)
+            options = {**options, "stop": stream.watch}
+        id = self.engine.add(tokens, params, **options)
+        stream.answer.id = id
+        self._streams[id] = stream
+        return id
+
+    def step(self) -> tuple[list[tuple[str, Output]], list[Answer]]:
+        """One step of the engine: new text and output of each request that got something, and what is finished."""
+        (pieces, finished), self._kept = self._kept, ([], [])
+        for output in self.engine.step():
+            stream = self._streams.get(output.id)
+            if stream is None:  # nobody waits for it any more
+                if output.hold is not None:
+                    self.engine.scheduler.holds.give_back(output.hold)
+                continue
+            pieces.append((stream.push(output), output))
+            if output.finished is not None:
+                if output.hold is not None:
+                    tokens = stream.answer.prompt + stream.answer.tokens
+                    with suppress(Error):  # new weights, or its time, may have ended it
+                        stream.answer.hold = self.engine.held(output.hold, tokens, stream.salt)
+                finished.append(stream.answer)
+                del self._streams[output.id]
+        return pieces, finished
+
+    def _step_for(self, ids: set[int]) -> tuple[list[tuple[str, Output]], list[Answer]]:
+        """A step; what concerns other requests is kept for the next `step`."""
+        if self.engine.paused:
+            raise Error("the engine is paused; resume it first")
+        pieces, finished = self.step()
+        if self.engine.idle:
+            time.sleep(0.001)  # something is being copied, or a hold is in the way
+        others = [p for p in pieces if p[1].id not in ids], [f for f in finished if f.id not in ids]
+        self._kept = (self._kept[0] + others[0], self._kept[1] + others[1])
+        return [p for p in pieces if p[1].id in ids], [f for f in finished if f.id in ids]
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        """End requests that nobody waits for. No step is made: iterators are closed wherever they are collected."""
+        gone = set(ids)
+        for id in gone:
+            if self._streams.pop(id, None) is not None:
+                self.engine.abort(id)
+        pieces, finished = self._kept
+        self._kept = [p for p in pieces if p[1].id not in gone], [f for f in finished if f.id not in gone]
+
+    def abort(self, id: int) -> None:
+        """End a request; its last output comes with the next step."""
+        self.engine.abort(id)
+
+    # --- control: see `Engine` and `control`
+
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        running: Literal["recompute", "keep", "abort"] = "recompute",
+    ) -> int:
+        """`control.update_weights`."""
+        return control.update_weights(self.engine, weights, version, running)
+
+    def pause(self) -> None:
+        """Steps do nothing until `resume`."""
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.engine.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """`control.sleep`."""
+        control.sleep(self.engine, level)
+
+    def wake(self) -> None:
+        """`control.wake`."""
+        control.wake(self.engine)
+
+    def hold(self, tokens: Sequence[int], seconds: float = 60.0, salt: str = "") -> Hold:
+        """`Engine.hold`: keep a cached prefix. An answer's own end is held by `generate(..., hold=seconds)`."""
+        return self.engine.hold(tokens, seconds, salt)
+
+    def fork(self, hold: Hold, copies: int) -> list[Hold]:
+        """`Engine.fork`."""
+        return self.engine.fork(hold, copies)
+
+    def release(self, hold: Hold) -> None:
+        """`Engine.release`."""
+        self.engine.release(hold)
+
+    def export(self, hold: Hold) -> Segment:
+        """`Engine.export`."""
+        return self.engine.export(hold)
+
+    def put(self, segment: Segment) -> int:
+        """`Engine.put`."""
+        return self.engine.put(segment)
+
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None, options: dict[str, Any]
+    ) -> list[int]:
+        fields = {name: options.pop(name) for name in [*options] if name in Params.__dataclass_fields__}
+        if params is not None and fields:
+            raise Error(f"params and {', '.join(fields)} are both given; allowed: one of the two")
+        if isinstance(prompts, str):
+            raise Error("prompts is one text; must be a list of texts or of token id lists")
+        if params is None:
+            params = Params(**fields)
+        each = [params] * len(prompts) if isinstance(params, Params) else list(params)
+        if len(each) != len(prompts):
+            raise Error(f"params holds {len(each)} items; must be {len(prompts)}, one a prompt")
+        ids: list[int] = []
+        try:
+            for prompt, mine in zip(prompts, each, strict=True):
+                ids.append(self.add(prompt, self._with_stops(prompt, mine), **options))
+        except BaseException:
+            self._forget(ids)
+            raise
+        return ids
+
+    def _with_stops(self, prompt: Prompt, params: Params) -> Params:
+        """A text's answer ends where the tokenizer says a text ends."""
+        if params.stop_ids or not isinstance(prompt, str) or self.tokenizer is None:
+            return params
+        ends = [id for id in (self.tokenizer.eos_id, self.tokenizer.text_end_id) if id is not None]
+        return replace(params, stop_ids=tuple(sorted(set(ends))))
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise Error(f"{what} needs a tokenizer; this model has none: give token ids")
+        return self.tokenizer
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
+
+
+@dataclass
+class _Stream:
+    """Text of an answer on its way. watcher: decodes committed tokens at once, to find stop texts."""
+
+    answer: Answer
+    stops: list[str]
+    salt: str = ""
+    decoder: StreamDecoder | None = None
+    watcher: StreamDecoder | None = None
+    seen: str = ""
+    shown: int = 0
+    vocabulary: int = 0
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Without ids that the model has and the tokenizer has not."""
+        return [token for token in tokens if token < self.vocabulary]
+
+    def watch(self, token: int) -> bool:
+        assert self.watcher is not None
+        self.seen += self.watcher.push(self._known([token]))
+        return any(stop in self.seen for stop in self.stops)
+
+    def push(self, output: Output) -> str:
+        """Take an output in; the text that it adds. Text that may be the beginning of a stop text waits."""
+        answer = self.answer
+        answer.tokens += output.tokens
+        answer.versions += output.versions
+        answer.logprobs += output.logprobs or []
+        answer.prompt_logprobs += output.prompt_logprobs or []
+        answer.cached = output.cached
+        if output.routing is not None:
+            if answer.routing is None:
+                answer.routing, answer.computed_from = output.routing, output.computed_from
+            else:
+                kept = answer.routing[: output.computed_from - answer.computed_from]
+                answer.routing = torch.cat([kept, output.routing])
+        if self.decoder is not None:
+            answer.text += self.decoder.push(self._known(output.tokens))
+            if output.finished is not None:
+                answer.text += self.decoder.finish()
+        cut = min((at for at in (answer.text.find(stop) for stop in self.stops) if at >= 0), default=None)
+        if cut is not None:
+            answer.text = answer.text[:cut]
+        end = len(answer.text)
+        if output.finished is None:
+            held = (n for stop in self.stops for n in range(1, len(stop)) if answer.text.endswith(stop[:n]))
+            end -= max(held, default=0)
+        else:
+            answer.finished, answer.error = output.finished, output.error
+            if answer.routing is not None:  # without drafts that were wrong
+                computed = len(answer.prompt) + len(answer.tokens) - 1
+                answer.routing = answer.routing[: computed - answer.computed_from]
+        piece = answer.text[self.shown : end]
+        self.shown = max(self.shown, end)
+        return piece
+
+
+def _quarter(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
+
+
+__all__ = ["LLM", "Answer"]

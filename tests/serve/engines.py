@@ -1,0 +1,100 @@
+"""Small models and engines whose free memory is poisoned, for tests of the serve room."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+
+from models import random_tokens, tiny_config, tiny_model
+
+from perilune import Transformer
+from perilune.model import EXACT, Sampling, generate, initialize
+from perilune.serve import Engine, EngineConfig, Params
+from perilune.serve.request import Output
+
+GREEDY = Params(max_tokens=8, temperature=0)
+
+
+@lru_cache
+def small_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Two KDA layers and an MLA layer, one of them sparse; vocabulary 64. Weights large enough to matter."""
+    base = tiny_config("kimi_linear")
+    config = dataclasses.replace(
+        base,
+        vocab_size=64,
+        num_layers=3,
+        dense_layers=2,
+        kda=dataclasses.replace(base.kda, layers=(0, 1), num_heads=2),
+        mla=dataclasses.replace(base.mla, layers=(2,), num_heads=2),
+    )
+    model = initialize(Transformer(config), seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and not name.endswith(("conv_CW", "dt_bias_HK")):
+                parameter.mul_(4.0)
+    return model.to(dtype)
+
+
+def make(model: Transformer, exact: bool = True, pages: int = 400, **options: Any) -> Engine:
+    """An engine of so many pages; every page that is free holds NaN."""
+    drafter = options.pop("drafter", None)
+    clock = options.pop("clock", None)
+    host = options.pop("host_pages", 0)
+    options = {"slots": 4, "token_budget": 128, "watermark": 0.0} | options
+    probe = Engine(model, EngineConfig(10**7, exact=exact, **options))
+    size = probe.cache.geometry.page_bytes
+    config = EngineConfig(pages * size, host * size, exact=exact, **options)
+    engine = Engine(model, config, drafter, **({} if clock is None else {"clock": clock}))
+    for page in range(engine.pools.bytes_PB.shape[0]):
+        engine.pools.poison(page)
+    engine.pools.host_PB.fill_(0xFF)
+    engine.cache.arenas[0].freed = engine.pools.poison
+    return engine
+
+
+def run(engine: Engine, check: bool = True) -> dict[int, Output]:
+    """Step until nothing is left; the outputs of each request joined."""
+    whole: dict[int, Output] = {}
+    while engine.busy:
+        for output in engine.step():
+            join(whole, output)
+        if check:
+            engine.check_integrity()
+    return whole
+
+
+def join(whole: dict[int, Output], output: Output) -> None:
+    mine = whole.setdefault(output.id, Output(output.id))
+    mine.tokens += output.tokens
+    mine.versions += output.versions
+    mine.cached, mine.finished, mine.error, mine.hold = output.cached, output.finished, output.error, output.hold
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(output, name) is not None:
+            setattr(mine, name, [*(getattr(mine, name) or []), *getattr(output, name)])
+
+
+def serve(engine: Engine, prompts: list[list[int]], params: Params = GREEDY, **options: Any) -> list[Output]:
+    """All prompts at once; their outputs in order."""
+    ids = [engine.add(prompt, params, **options) for prompt in prompts]
+    outputs = run(engine)
+    return [outputs[id] for id in ids]
+
+
+def alone(model: Transformer, prompt: list[int], count: int, exact: bool = True) -> list[int]:
+    """What `perilune.model.generate` makes of a prompt, greedily."""
+    model = model.with_parts(EXACT) if exact else model
+    return list(generate(model, prompt, count, Sampling(temperature=0), exact=exact))
+
+
+def prompt(length: int, seed: int, vocabulary: int = 64) -> list[int]:
+    return random_tokens(length, vocabulary, seed).tolist()
+
+
+__all__ = ["GREEDY", "alone", "join", "make", "prompt", "run", "serve", "small_model", "tiny_model"]
