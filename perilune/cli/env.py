@@ -60,12 +60,18 @@ def kernels() -> dict[str, str]:
     import torch
 
     import perilune.ops
-    from perilune.ops import kda
+    from perilune.ops import kda, moe
+    from perilune.ops.kda import decode
+    from perilune.ops.mla import paged, varlen
 
     cuda = torch.cuda.is_available()
     head = torch.empty(1, 1, 128, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu")
     rooms = [room.name for room in pkgutil.iter_modules(perilune.ops.__path__) if room.ispkg]
-    return {f"ops.{name}": "reference" for name in rooms} | {"ops.kda": kda.implementation(head, head)}
+    ours = {"ops.kda": kda.implementation(head, head), "ops.kda.decode": decode.kernel_here(head.device, head.dtype)}
+    key, rows = head.new_empty(1, 1, 192), head.new_empty(1, 64, 576)
+    ours |= {"ops.mla": varlen.implementation(key, key, head), "ops.mla.paged": paged.implementation(rows, rows)}
+    ours["ops.moe"] = moe.implementation(head[0], moe.Dense(head, head))
+    return {f"ops.{name}": "reference" for name in rooms} | ours
 
 
 __all__ = ["run"]
