@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test slow lint format clean
+.PHONY: demo test slow gpu lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/perilune quickstart
@@ -14,6 +14,10 @@ test: $(VENV)/.dev
 
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
+
+# Kernels of one process compile while another's run; each holds a few GB of the device.
+gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu --numprocesses 6 --timeout 600
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
