@@ -150,8 +150,9 @@ class LLM:
 
     def step(self) -> tuple[list[tuple[str, Output]], list[Answer]]:
         """One step of the engine: new text and output of each request that got something, and what is finished."""
+        outputs = self.engine.step()  # first: if it raises, what is kept stays
         (pieces, finished), self._kept = self._kept, ([], [])
-        for output in self.engine.step():
+        for output in outputs:
             stream = self._streams.get(output.id)
             if stream is None:  # nobody waits for it any more
                 if output.hold is not None:

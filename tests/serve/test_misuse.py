@@ -264,6 +264,26 @@ def test_a_call_that_raises_takes_its_requests_along() -> None:
     untouched(llm.engine)
 
 
+def test_a_step_that_raises_loses_no_piece_of_other_requests() -> None:
+    """Pieces that another call's steps gave are kept for the next step, and after it if it raises."""
+    llm = llm_of()
+    id = llm.add(prompt(30, 0), Params(max_tokens=3, temperature=0))
+    llm.generate([prompt(20, 1)], max_tokens=10)
+    fails_at(llm.engine, {0}, RuntimeError, "forward")
+    llm.add(prompt(20, 2))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        llm.step()
+    llm.sleep()
+    with pytest.raises(Error, match="sleeps"):
+        llm.step()
+    llm.wake()
+    pieces, finished = llm.step()
+    tokens = [token for _, output in pieces for token in output.tokens if output.id == id]
+    assert tokens == alone(small_model(), prompt(30, 0), 3, False)
+    assert sorted((answer.id, answer.finished) for answer in finished) == [(id, "length"), (id + 2, "error")]
+    untouched(llm.engine)
+
+
 def test_a_second_thread_is_told() -> None:
     engine = make(small_model(), exact=False)
     first = engine.add(prompt(60, 0), GREEDY)
