@@ -6,7 +6,7 @@ import torch
 from kda_kernels import CUDA, NAMES, SAFE, SOFTPLUS, check, error, gpu, interpreted, kernels, make, recurrence, run
 
 from perilune.config import Gate
-from perilune.ops.kda import Raw, gradients_cuda
+from perilune.ops.kda import Raw, gradients_cuda, triton_backward
 from perilune.ops.sequences import Sequences
 
 PER_TOKEN = NAMES[:5]
@@ -161,3 +161,16 @@ def test_why_not_says_what_is_missing():
     inputs, sequences = make([5], H=1, K=128, V=128)
     x = kernels.inputs(Raw(*inputs[:7]), SAFE, sequences)
     assert gradients_cuda.why_not(x).startswith("a tensor is not bfloat16" if CUDA else "cpu is not a Hopper GPU")
+
+
+@gpu
+@pytest.mark.parametrize("sizes", [([10, 130, 0, 65], 3), ([1000], 80)], ids=["few heads", "many heads"])
+def test_gpu_both_reverse_scans(sizes, monkeypatch):
+    """Gradients with either form of B2, against float64; `reverse_scan_name` says which one is switched on."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Gluon form needs Hopper")
+    lengths, H = sizes
+    inputs, sequences = make(lengths, H=H, K=128, V=128, dtype=torch.bfloat16)
+    for name in ("triton", "hopper"):
+        monkeypatch.setattr(triton_backward, "reverse_scan_name", lambda d_o, K, name=name: name)
+        check(inputs, sequences, SAFE, 7e-3, 2e-2, loose=3e-2)
