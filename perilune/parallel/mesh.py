@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from perilune.errors import Error
 
@@ -22,7 +21,7 @@ from perilune.errors import Error
 class Mesh:
     """rank and ranks of the run; shard: this rank's place among the `shards` that share one set of experts.
 
-    Groups are None in a run of one process. experts: the ranks of this set; twins: the ranks with the same experts.
+    experts: the ranks of this set; twins: the ranks with the same experts. A group of one rank is None.
     """
 
     rank: int = 0
@@ -70,10 +69,21 @@ def start(device: torch.device, shards: int = 0, timeout: float = 600.0) -> Mesh
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     rank = dist.get_rank()
-    mesh = init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
-    return Mesh(
-        rank, ranks, rank % shards, shards, dist.group.WORLD, mesh["shard"].get_group(), mesh["replicate"].get_group()
-    )
+    grid = torch.arange(ranks).view(-1, shards)
+    experts, twins = (_group(axis.tolist(), rank, timeout) for axis in (grid, grid.T))
+    return Mesh(rank, ranks, rank % shards, shards, dist.group.WORLD, experts, twins)
+
+
+def _group(sets: list[list[int]], rank: int, timeout: float) -> dist.ProcessGroup | None:
+    """The group of the set that `rank` is in; all ranks make all groups, as torch asks."""
+    if len(sets) == 1:
+        return dist.group.WORLD
+    if len(sets[0]) == 1:
+        return None
+    # A group takes torch's half hour, not the timeout of the whole run's group, where none is given.
+    groups = [dist.new_group(of, timeout=datetime.timedelta(seconds=timeout)) for of in sets]
+    mine: dist.ProcessGroup = next(group for of, group in zip(sets, groups, strict=True) if rank in of)
+    return mine
 
 
 def stop() -> None:

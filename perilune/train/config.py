@@ -146,7 +146,7 @@ class ParallelConfig:
         _require(self.ep >= 0, "parallel.ep", self.ep, "must be >= 0")
         _require(0 <= self.eps < 1e6, "parallel.eps", self.eps, "must be >= 0")
         _require(self.min_rows >= 0, "parallel.min_rows", self.min_rows, "must be >= 0")
-        _require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0")
+        _require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0 and < 1e7 seconds")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Team:
         self.config = config
         self.mesh = meshes.start(device, config.ep, config.timeout)
         self.mixture: Mixture | None = None
+        self.joined = False
 
     @property
     def leads(self) -> bool:
@@ -97,11 +98,18 @@ class Team:
         return model
 
     def whole(self, model: Transformer) -> Transformer:
-        """All experts on this rank again, and no other rank needed to run it."""
-        if self.mesh.shards > 1:
+        """All experts on this rank again, and no other rank needed to run it; `must_be_cut` is an Error after that."""
+        if self.mixture is not None:
+            self.joined = True
             join_experts(model, self.mesh.experts)
             model.parts = dataclasses.replace(model.parts, mixture=mixture, beside=in_turn)
+            self.mixture = None
         return model
+
+    def must_be_cut(self, what: str) -> None:
+        """Raise Error when `whole` has been called: masters and optimizer states still hold this rank's part alone."""
+        if self.joined:
+            raise Error(f"{what}: the experts of {self.mesh.ranks} ranks have been joined; go on with a new Trainer")
 
     # -- tensors by name: as they stand in checkpoints (whole) and on this rank (cut) ---------------------------------
 

@@ -128,7 +128,8 @@ class Trainer:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def train_step(self) -> dict[str, Any]:
-        """One optimizer step; returns its row of metrics.jsonl."""
+        """One optimizer step; returns its row of metrics.jsonl. Raises Error after a finished run of several ranks."""
+        self.team.must_be_cut("train_step")
         begin = time.perf_counter()
         config = self.config
         everyones = [next(self.data) for _ in range(config.accumulate)]
@@ -312,6 +313,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of everything the next step depends on, in one layout for any number of ranks."""
+        self.team.must_be_cut("save")
         tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"master/{name}": value for name, value in self.masters.state().items()}
         names = {param: name for name, param in self.masters.params.items()}

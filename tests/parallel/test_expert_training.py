@@ -112,9 +112,15 @@ def run(rank: int, values: dict[str, Any]) -> dict[str, Any]:
 
     trainer = Trainer(from_dict(values))
     before = {name: tuple(p.shape) for name, p in trainer.model.named_parameters() if "gate_up" in name}
+    trainer.run()
+    # No step is left: the same model is evaluated and written once more.
     result = trainer.run()
     weights = {name: value.detach().cpu().double().numpy() for name, value in trainer.model.state_dict().items()}
     assert result.evaluation is not None
+    if trainer.team.mesh.shards > 1:
+        for call in (trainer.train_step, trainer.save):
+            with pytest.raises(Error, match="have been joined"):
+                call()
     return {"weights": weights, "nats": result.evaluation.nats, "held": before}
 
 
