@@ -174,6 +174,9 @@ class LLM:
             raise Error("the engine is paused; resume it first")
         pieces, finished = self.step()
         if self.engine.idle:
+            if self.engine.scheduler.stands_still():
+                held = len(self.engine.scheduler.holds)
+                raise Error(f"memory is full of {held} holds without an end; release some, or give them a time")
             time.sleep(0.001)  # something is being copied, or a hold is in the way
         others = [p for p in pieces if p[1].id not in ids], [f for f in finished if f.id not in ids]
         self._kept = (self._kept[0] + others[0], self._kept[1] + others[1])

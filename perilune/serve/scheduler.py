@@ -7,6 +7,7 @@ were committed count as computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -83,6 +84,12 @@ class Scheduler:
     def requests(self) -> Iterable[Request]:
         """All that are not done."""
         return [*self.running, *(r for r, _ in self.fetching), *self.waiting, *self.remote]
+
+    def stands_still(self) -> bool:
+        """Whether somebody waits and nobody else does anything but hold memory for ever."""
+        endless = [lease.deadline is None or lease.deadline == math.inf for lease in self.holds.values()]
+        moves = self.running or self.fetching or self.remote or not self._settled
+        return bool(self.waiting and endless and all(endless)) and not moves
 
     def ahead(self, chunks: Sequence[Chunk], now: float) -> list[Chunk]:
         """The step after one that is being computed, begun before its tokens are known; empty if that cannot be.

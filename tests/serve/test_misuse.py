@@ -426,3 +426,22 @@ def test_drafts_change_no_shaped_answer() -> None:
         plain, drafted = (serve(make(model, drafts=drafts), starts, params) for drafts in (0, 5))
         assert [x.tokens for x in plain] == [x.tokens for x in drafted]
         assert [x.finished for x in plain] == [x.finished for x in drafted]
+
+
+@pytest.mark.timeout(30)
+def test_holds_without_an_end_that_fill_the_memory_are_told() -> None:
+    llm = llm_of(pages=60)
+    held = []
+
+    def fill() -> None:
+        for i in range(40):
+            held.extend(llm.generate([prompt(300, i)], max_tokens=2, hold=INF))
+
+    with pytest.raises(Error, match=r"full of \d+ holds without an end"):
+        fill()
+    assert held
+    for answer in held:
+        assert answer.hold is not None
+        llm.release(answer.hold)
+    assert llm.generate([prompt(300, 99)], max_tokens=2)[0].finished == "length"
+    untouched(llm.engine)
