@@ -8,7 +8,7 @@ from perilune.cli.parse import parse
 
 DESCRIPTION = """Train a small Kimi-K3-shaped model on real text on this machine's CPU, and measure what it learned.
 
-The text is the Python standard library's own sources. The work is fixed, six to ten minutes on two cores. Interrupted
+The text is the Python standard library's own sources. The work is fixed, five to ten minutes on two cores. Interrupted
 and started again, it continues where it was.
 
 examples:
