@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from perilune.config import Activation
-from perilune.ops.moe.triton_glu import divide, exp, glu, situ_parts
+from perilune.ops.triton_math import divide, exp, glu, situ_parts
 
 NUMBERS = 2048
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from perilune.ops.moe.triton_glu import divide, exp
+from perilune.ops.triton_math import divide, exp
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from perilune.ops.moe.triton_glu import INTERPRETED, glu
 from perilune.ops.moe.triton_product import locate, places, tile_ends
+from perilune.ops.triton_math import INTERPRETED, glu
 
 # Four bytes and the scale byte of each in, four even and four odd weights out, two to a register.
 DECODE = tl.constexpr("""{

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from perilune.ops.moe.triton_glu import glu
+from perilune.ops.triton_math import glu
 
 
 @triton.jit
