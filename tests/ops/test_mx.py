@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune import Error
-from perilune.ops.mx import RULES, decode_mxfp4, decode_mxfp8, encode_mxfp4, encode_mxfp8
+from perilune.ops.mx import RULES, decode_mxfp4, decode_mxfp8, encode_mxfp4, encode_mxfp8, fake_quantize
 
 ONE = 127  # the scale byte of 2^0
 
@@ -301,3 +301,45 @@ def test_refusals() -> None:
     elements, scale = encode_mxfp8(torch.zeros(4, 64))
     with pytest.raises(Error, match="scale has shape"):
         decode_mxfp8(elements, scale.t().contiguous())
+
+
+# Rounding at random
+
+
+@pytest.mark.parametrize(
+    ("encode", "decode", "bits"), [(encode_mxfp4, decode_mxfp4, 1), (encode_mxfp8, decode_mxfp8, 3)]
+)
+def test_random_rounding_has_the_value_as_its_mean(encode, decode, bits: int) -> None:  # type: ignore[no-untyped-def]
+    """Within 5 standard errors of 2048 seeds, each at most spacing / 2 / sqrt(2048)."""
+    w = 1 + 4.9 * torch.rand(2, 32, generator=torch.Generator().manual_seed(0))
+    w[:, -1] = 6.0
+    draws = torch.stack([decode(*encode(w, "rceil", seed)) for seed in range(2048)])
+    spacing = 2.0 ** (w.log2().floor() - bits)
+    assert ((draws.mean(0) - w).abs() <= 5 * spacing / 2 / 2048**0.5).all()
+    assert ((draws - w).abs() < spacing).all()
+
+
+def test_random_rounding_is_a_function_of_seed_and_place() -> None:
+    w = _gaussian(64, 64)
+    assert torch.equal(encode_mxfp4(w, "even", 7)[0], encode_mxfp4(w, "even", 7)[0])
+    draws = [decode_mxfp4(*encode_mxfp4(w, "even", seed)) for seed in (0, 1, 2**32, 2**33)]
+    for i, a in enumerate(draws):
+        for b in draws[:i]:
+            assert 0.05 < (a != b).float().mean() < 0.5
+    on_the_grid = decode_mxfp4(*encode_mxfp4(w))
+    assert torch.equal(decode_mxfp4(*encode_mxfp4(on_the_grid, "even", 3)), on_the_grid)
+    same = encode_mxfp4(torch.full((64, 64), 0.7), "even", 5)[0]
+    assert len(same.unique()) > 1, "every place draws its own number"
+
+
+def test_fake_quantize_is_encode_and_decode_and_passes_gradients_through() -> None:
+    x = _gaussian(6, 64).requires_grad_()
+    slope = _gaussian(6, 64, seed=1)
+    for format, encode, decode in (("mxfp4", encode_mxfp4, decode_mxfp4), ("mxfp8", encode_mxfp8, decode_mxfp8)):
+        y = fake_quantize(x, format, "rceil", 4)
+        assert torch.equal(y, decode(*encode(x, "rceil", 4)))
+        assert torch.equal(torch.autograd.grad(y, x, slope)[0], slope)
+    with pytest.raises(Error, match="format is 'fp4'; allowed: 'mxfp4', 'mxfp8'"):
+        fake_quantize(x, "fp4")
+    with pytest.raises(Error, match=r"must be contiguous torch\.float32 \(6, 64\)"):
+        fake_quantize(x, "mxfp4", out=torch.zeros(64, 6))

@@ -15,34 +15,65 @@ For E2M1 the threshold of "even" is 1.75; compressed-tensors keeps that number f
 Blocks of zeros get the smallest scale (byte 0) and zero elements. A block that holds a NaN or an infinity gets the
 NaN scale and decodes to NaN throughout: a broken weight stays visible.
 
+With a seed, elements are rounded to one of their two neighbours at random, the nearer the likelier, so that the mean
+is the value itself (below saturation). The random number of an element is a hash of the seed and of its place in the
+tensor: no state, and the same bits on every device.
+
 Legend: K values along the last dimension; [..., K/32] scales.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Any
 
-from perilune.errors import Error
+import torch
 
 RULES = ("even", "floor", "rceil", "ceil")
 BLOCK = 32
+MIX = (0x85EBCA6B, 0xC2B2AE35)
 
 _BIAS = 127
 _NAN_SCALE = 255
+_U32 = 0xFFFFFFFF
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Half-way points between neighbouring magnitudes; a tie goes to the even code, so upwards before codes 2, 4 and 6.
 _E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E2M1_TIE_UP = (False, True, False, True, False, True, False)
-_E4M3_MAX = 448.0
 
 
-def encode_mxfp4(w: torch.Tensor, rule: str = "even") -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Element:
+    """A small float: powers emin (the least normal one) to emax, `mantissa_bits`, and its largest value."""
+
+    emin: int
+    emax: int
+    mantissa_bits: int
+    largest: float
+
+    def doubled_past(self, rule: str) -> tuple[float, bool]:
+        """(m, whether m itself is not past it): the mantissa of a block's amax past which the scale is doubled."""
+        return {
+            "floor": (2.0, False),
+            "even": (2 - 2.0 ** -(self.mantissa_bits + 1), False),
+            "rceil": (self.largest * 2.0**-self.emax, True),
+            "ceil": (1.0, True),
+        }[rule]
+
+
+E2M1 = Element(emin=0, emax=2, mantissa_bits=1, largest=6.0)
+E4M3 = Element(emin=-6, emax=8, mantissa_bits=3, largest=448.0)
+
+
+def encode_mxfp4(w: torch.Tensor, rule: str = "even", seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed uint8 [..., K/2], scale uint8 [..., K/32]) of w [..., K], in the layout of `mxfp4-pack-quantized`.
 
     Byte b of a row holds element 2b in its low nibble and 2b+1 in its high nibble; a nibble is sign (bit 3) and E2M1
-    magnitude. Raises Error unless K is a multiple of 32 and the rule is known.
+    magnitude.
     """
-    blocks, scale = _scaled_blocks("encode_mxfp4", w, rule, emax=2, mantissa_bits=1, largest=1.5)
+    blocks, scale = _scaled_blocks(w, rule, E2M1)
+    if seed is not None:
+        blocks = _rounded_at_random(blocks, E2M1, seed)
     code = torch.bucketize(blocks.abs(), _e2m1_bounds(blocks), out_int32=True).to(torch.uint8)
     code |= blocks.signbit().to(torch.uint8) << 3
     code = code.flatten(-2)
@@ -52,58 +83,79 @@ def encode_mxfp4(w: torch.Tensor, rule: str = "even") -> tuple[torch.Tensor, tor
 def decode_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """w [..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32].
 
-    Exact in fp32 unless |w| >= 2^128 (scale byte 253 and above), which becomes infinite; then one rounding to dtype.
-    Raises Error when the shapes or dtypes do not fit together.
-    """
-    _check_codes("decode_mxfp4", packed, torch.uint8, scale, values=2 * packed.shape[-1])
+    Exact in fp32 unless |w| >= 2^128 (scale byte 253 and above), which becomes infinite; then one rounding to dtype."""
     element = _e2m1_pairs(packed.device).index_select(0, packed.reshape(-1).int())
     return _times_scale(element.view(*scale.shape, BLOCK), scale, dtype)
 
 
-def encode_mxfp8(x: torch.Tensor, rule: str = "even") -> tuple[torch.Tensor, torch.Tensor]:
-    """(elements float8_e4m3fn [..., K], scale uint8 [..., K/32]) of x [..., K]; elements saturate at 448.
-
-    Raises Error unless K is a multiple of 32 and the rule is known.
-    """
-    blocks, scale = _scaled_blocks("encode_mxfp8", x, rule, emax=8, mantissa_bits=3, largest=1.75)
-    return blocks.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2), scale
+def encode_mxfp8(x: torch.Tensor, rule: str = "even", seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(elements float8_e4m3fn [..., K], scale uint8 [..., K/32]) of x [..., K]; elements saturate at 448."""
+    blocks, scale = _scaled_blocks(x, rule, E4M3)
+    if seed is not None:
+        blocks = _rounded_at_random(blocks, E4M3, seed)
+    return blocks.clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn).flatten(-2), scale
 
 
 def decode_mxfp8(elements: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """x [..., K] in `dtype` from elements float8_e4m3fn [..., K] and scale uint8 [..., K/32].
-
-    Raises Error when the shapes or dtypes do not fit together.
-    """
-    _check_codes("decode_mxfp8", elements, torch.float8_e4m3fn, scale, values=elements.shape[-1])
+    """x [..., K] in `dtype` from elements float8_e4m3fn [..., K] and scale uint8 [..., K/32]."""
     return _times_scale(elements.to(torch.float32).view(*scale.shape, BLOCK), scale, dtype)
 
 
-def _scaled_blocks(
-    op: str, w: torch.Tensor, rule: str, emax: int, mantissa_bits: int, largest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake_quantize(x: torch.Tensor, format: str, rule: str, seed: int | None, out: torch.Tensor | None) -> torch.Tensor:
+    """x [..., K] through "mxfp4" or "mxfp8" and back, in x's dtype."""
+    if format == "mxfp4":
+        y = decode_mxfp4(*encode_mxfp4(x, rule, seed), x.dtype)
+    else:
+        y = decode_mxfp8(*encode_mxfp8(x, rule, seed), x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _scaled_blocks(w: torch.Tensor, rule: str, element: Element) -> tuple[torch.Tensor, torch.Tensor]:
     """(w / scale [..., K/32, 32] in max(fp32, dtype), scale bytes uint8 [..., K/32]); broken blocks are zeroed."""
-    if rule not in RULES:
-        raise Error(f"{op}: rule is {rule!r}; allowed: {', '.join(map(repr, RULES))}")
-    if w.dim() < 1 or w.shape[-1] % BLOCK:
-        raise Error(f"{op}: the last dimension of shape {tuple(w.shape)} must be a multiple of {BLOCK}")
     wide = w.detach() if w.dtype == torch.float64 else w.detach().float()
     blocks = wide.reshape(*w.shape[:-1], w.shape[-1] // BLOCK, BLOCK)
     amax = blocks.abs().amax(-1)
     # frexp gives [0.5, 1): double the mantissa, lower the exponent.
     half, exponent = torch.frexp(amax)
-    mantissa = 2 * half
-    byte = exponent - 1 - emax + _BIAS
-    if rule == "even":
-        byte += mantissa >= 2 - 2.0 ** -(mantissa_bits + 1)
-    elif rule == "rceil":
-        byte += mantissa > largest
-    elif rule == "ceil":
-        byte += mantissa > 1
+    byte = exponent - 1 - element.emax + _BIAS
+    threshold, strictly = element.doubled_past(rule)
+    byte += (2 * half > threshold) if strictly else (2 * half >= threshold)
     byte = torch.where(amax == 0, 0, byte.clamp(0, _NAN_SCALE - 1))
     broken = ~amax.isfinite()
     byte.masked_fill_(broken, _NAN_SCALE)
     blocks = torch.where(broken.unsqueeze(-1), 0, blocks / _scales(byte, wide.dtype).unsqueeze(-1))
     return blocks, byte.to(torch.uint8)
+
+
+def _rounded_at_random(blocks: torch.Tensor, element: Element, seed: int) -> torch.Tensor:
+    """Each magnitude moved to the element below or above it; saturation is left to the encoder."""
+    magnitude = blocks.abs()
+    _, exponent = torch.frexp(magnitude)
+    ulp = torch.ldexp(torch.ones_like(magnitude), (exponent - 1).clamp(min=element.emin) - element.mantissa_bits)
+    steps = (magnitude / ulp).floor()
+    up = _random(blocks.numel(), seed, blocks.device).view(blocks.shape) < magnitude / ulp - steps
+    return torch.copysign((steps + up).mul_(ulp), blocks)
+
+
+def _random(number: int, seed: int, device: torch.device) -> torch.Tensor:
+    """fp32 [number] in [0, 1), multiples of 2^-24: the place, mixed twice with a key of the seed."""
+    key = keys(seed)
+    place = torch.arange(number, device=device)
+    h: torch.Tensor = _mixed(_mixed(place & _U32 ^ key[0]) ^ place >> 32 ^ key[1])
+    return (h >> 8).float().mul_(2.0**-24)
+
+
+def keys(seed: int) -> tuple[int, int]:
+    """Two numbers of 32 bits: nearby seeds of up to 64 bits get keys that have nothing in common."""
+    first = int(_mixed(seed & _U32 ^ _mixed(seed >> 32 & _U32 ^ MIX[0])))
+    return first, int(_mixed(first ^ MIX[1]))
+
+
+def _mixed(h: Any) -> Any:
+    """A bijection of 32-bit numbers in which every input bit reaches every output bit (MurmurHash3's finaliser)."""
+    h = (h ^ h >> 16) * MIX[0] & _U32
+    h = (h ^ h >> 13) * MIX[1] & _U32
+    return h ^ h >> 16
 
 
 def _times_scale(element: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,14 +183,17 @@ def _e2m1_pairs(device: torch.device) -> torch.Tensor:
     return torch.stack([nibble[byte & 15], nibble[byte >> 4]], -1).to(device)
 
 
-def _check_codes(op: str, codes: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, values: int) -> None:
-    if codes.dtype != dtype or scale.dtype != torch.uint8:
-        raise Error(f"{op}: codes are {codes.dtype} and scales {scale.dtype}; must be {dtype} and torch.uint8")
-    if values % BLOCK:
-        raise Error(f"{op}: {values} values in the last dimension; must be a multiple of {BLOCK}")
-    expected = (*codes.shape[:-1], values // BLOCK)
-    if scale.shape != expected:
-        raise Error(f"{op}: scale has shape {tuple(scale.shape)}; codes of shape {tuple(codes.shape)} need {expected}")
-
-
-__all__ = ["BLOCK", "RULES", "decode_mxfp4", "decode_mxfp8", "encode_mxfp4", "encode_mxfp8"]
+__all__ = [
+    "BLOCK",
+    "E2M1",
+    "E4M3",
+    "MIX",
+    "RULES",
+    "Element",
+    "decode_mxfp4",
+    "decode_mxfp8",
+    "encode_mxfp4",
+    "encode_mxfp8",
+    "fake_quantize",
+    "keys",
+]
