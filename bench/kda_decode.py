@@ -1,7 +1,6 @@
 """Times the KDA decode kernels in CUDA graphs over state that does not fit the L2 cache; writes JSON.
 
-    python bench/kda_decode.py --out bench/results/kda_decode.json     the shipped configurations, all shapes
-    python bench/kda_decode.py --sweep --only "" --out sweep.json      one shape, Triton configurations
+    python bench/kda_decode.py --out bench/results/kda_decode.json
 
 Every time is the median over graph replays divided by the launches in a graph; every configuration is compared with
 the float64 reference before it is timed.
@@ -10,7 +9,6 @@ the float64 reference before it is timed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import statistics
@@ -20,60 +18,12 @@ from typing import Any
 
 import torch
 import triton
+from kda_decode_case import DIM, GATE, Case, lengths_at, make, pools, slots_of, timed
 
-from perilune.config import Gate
 from perilune.ops.kda import decode, decode_cuda, decode_triton
-from perilune.ops.kda.decode_call import BLOCK, CAPACITY, CENTRE, Call
+from perilune.ops.kda.decode_call import Call
 from perilune.ops.kda.decode_exact import RawTail, exact_step_inplace
 from perilune.ops.kda.decode_replay import Replay
-
-GATE = Gate("safe", -5.0)
-DIM = 128
-
-
-def make(tokens: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> tuple[decode.Projected, decode.Weights]:
-    """Random projected inputs and weights of one layer."""
-
-    def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda") * scale
-
-    inputs = decode.Projected(
-        *[rand(tokens, heads, DIM).to(dtype) for _ in range(3)],
-        rand(tokens, heads, DIM, scale=2).to(dtype),
-        rand(tokens, heads).to(dtype),
-        rand(tokens, heads, DIM).to(dtype),
-    )
-    taps = [rand(heads * DIM, 4, scale=0.5) for _ in range(3)]
-    weights = decode.Weights(
-        *taps, rand(heads, scale=0.3), rand(heads, DIM) - 2.0, 1 + rand(DIM, scale=0.1), 1e-5, GATE
-    )
-    return inputs, weights
-
-
-def pools(slots: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random matrices and convolution windows."""
-    matrix = torch.randn(slots, heads, DIM, DIM, device="cuda")
-    return matrix, torch.randn(slots, 3, 3 * heads * DIM, device="cuda").to(dtype)
-
-
-def timed(calls: list[Callable[[], Any]], replays: int = 15) -> dict[str, float]:
-    """Microseconds a call: all calls captured in one CUDA graph."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for i in range(replays + 3):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(stop) * 1e3 / len(calls))
-    return {"us": statistics.median(times), "min": min(times), "max": max(times)}
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -86,79 +36,8 @@ def double(group: Any) -> Any:
     return type(group)(*[x.double().cpu() if isinstance(x, torch.Tensor) else x for x in vars(group).values()])
 
 
-def slots_of(batch: int, sets: int) -> list[torch.Tensor]:
-    """Disjoint, shuffled slot lists."""
-    return [x.to(torch.int32) for x in torch.randperm(batch * sets, device="cuda").chunk(sets)]
-
-
-class Case:
-    """One shape: several disjoint batches of slots, each with its own inputs and weights."""
-
-    def __init__(self, batch: int, heads: int, drafts: int = 1, sets: int = 2, ring: torch.dtype | None = None) -> None:
-        self.batch, self.heads, self.drafts, self.sets = batch, heads, drafts, sets
-        self.data = [make(batch * drafts, heads) for _ in range(sets)]
-        self.matrix, self.window = pools(batch * sets, heads)
-        self.slots = slots_of(batch, sets)
-        self.tail = None
-        if ring is not None:
-            self.tail = decode.Tail.empty(batch * sets, heads, DIM, DIM, dtype=ring, device="cuda")
-            self.fill()
-
-    def fill(self) -> None:
-        """Entries as a decode would leave them, without the cost of 71 steps: random keys with block-local decays."""
-        assert self.tail is not None
-        keys = torch.nn.functional.normalize(torch.randn_like(self.tail.k_SHRK, dtype=torch.float32), dim=-1)
-        log = -torch.rand_like(keys)
-        for block in range(0, CAPACITY, BLOCK):
-            part = log[:, :, block : block + BLOCK]
-            part.copy_(part.cumsum(2))
-        self.tail.g_SHRK.copy_(log)
-        self.tail.k_SHRK.copy_(keys * (-CENTRE - log).exp())
-        self.tail.u_SHRV.copy_(torch.randn_like(keys))
-
-    def call(self, i: int, store: bool = True, **fields: Any) -> Call:
-        """The call on set i."""
-        return Call(*self.data[i], self.matrix, self.window, self.slots[i], self.drafts, store, **fields)
-
-    def step(self, module: Any = decode_cuda, store: bool = True, repeat: int = 1, **config: Any) -> dict[str, float]:
-        """The in-place kernel."""
-        calls = [lambda i=i: module.step(self.call(i, store), **config) for i in range(self.sets)]
-        return timed(calls * repeat)
-
-    def replay(self, module: Any = decode_cuda) -> dict[str, float]:
-        """The in-place kernel committing all drafts."""
-        accepted = lengths_at(self.batch, self.drafts)
-        return timed([lambda i=i: module.step(self.call(i, counts_N=accepted)) for i in range(self.sets)])
-
-    def tail_step(
-        self,
-        lengths: torch.Tensor,
-        module: Any = decode_cuda,
-        shift: bool = True,
-        fold: bool = False,
-        repeat: int = 1,
-        **config: Any,
-    ) -> dict[str, float]:
-        """The tail kernel at given tail lengths."""
-        fields = [
-            {"counts_N": lengths, "tail": self.tail, "target_N": self.slots[i] if fold else None}
-            for i in range(self.sets)
-        ]
-        calls = [lambda i=i: module.tail_step(self.call(i, shift, **fields[i]), **config) for i in range(self.sets)]
-        return timed(calls * repeat)
-
-    def fold(self, lengths: torch.Tensor, **config: Any) -> dict[str, float]:
-        """The fold kernel."""
-        pools = (self.matrix, self.tail, lengths)
-        calls = [
-            lambda i=i: decode_triton.fold(*pools, self.slots[i], None, self.slots[i], GATE, **config)
-            for i in range(self.sets)
-        ]
-        return timed(calls)
-
-
-def check(kernel: str, module: Any, ring: torch.dtype = torch.float32, **config: Any) -> dict[str, float]:
-    """Errors of one configuration against float64, over a few tokens, at small size."""
+def check(kernel: str, module: Any, ring: torch.dtype = torch.float32) -> dict[str, float]:
+    """Errors of a kernel against float64, over a few tokens, at small size."""
     heads, batch = 3, 4
     inputs, weights = make(batch, heads)
     matrix, window = pools(6, heads)
@@ -167,7 +46,7 @@ def check(kernel: str, module: Any, ring: torch.dtype = torch.float32, **config:
     matrix64, window64, slots_cpu = matrix.double().cpu(), window.double().cpu(), slots.cpu()
     weights64 = double(weights)
     if kernel == "step":
-        got = module.step(Call(inputs, weights, matrix, window, slots), **config)
+        got = module.step(Call(inputs, weights, matrix, window, slots))
         want = decode.decode_step_inplace(double(inputs), weights64, matrix64, window64, slots_cpu)
         return {"o": error(got.cpu()[live], want[live]), "state": error(matrix.cpu(), matrix64)}
     tail = decode.Tail.empty(6, heads, DIM, DIM, dtype=ring, device="cuda")
@@ -178,12 +57,10 @@ def check(kernel: str, module: Any, ring: torch.dtype = torch.float32, **config:
     for token in range(decode.GRID):
         inputs, _ = make(batch, heads)
         want = decode.decode_step_inplace(double(inputs), weights64, matrix64, window64, slots_cpu)
-        steps = config if kernel == "tail" else {}
         call = Call(inputs, weights, matrix, window, slots, counts_N=lengths + token, tail=tail)
-        got = module.tail_step(call, **steps)
+        got = module.tail_step(call)
         worst = max(worst, error(got.cpu()[live], want[live]))
-    folds = config if kernel == "fold" else {}
-    decode_triton.fold(matrix, tail, lengths + decode.GRID, slots, None, slots, GATE, **folds)
+    decode_triton.fold(matrix, tail, lengths + decode.GRID, slots, None, slots, GATE)
     return {"o": worst, "state": error(matrix.cpu(), matrix64)}
 
 
@@ -194,19 +71,12 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / timed([lambda: torch.add(source, 1.0, out=target)] * 3)["us"] / 1e6
 
 
-def lengths_at(batch: int, length: int) -> torch.Tensor:
-    """The same tail length for all sequences."""
-    return torch.full((batch,), length, dtype=torch.int32, device="cuda")
-
-
 def attempt(label: dict[str, Any], run: Callable[[], dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Keep a configuration's result, or the error that it ended in."""
     try:
         row = label | run()
     except Exception as problem:
         row = label | {"error": f"{type(problem).__name__}: {problem}"[:300]}
-    if "launch" in row:
-        row["launch"] = dataclasses.asdict(row["launch"])
     rows.append(row)
     print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
@@ -306,47 +176,10 @@ def report_exact(rows: list[dict[str, Any]]) -> None:
         del case, raw
 
 
-def sweep(batch: int, heads: int, rows: list[dict[str, Any]]) -> None:
-    """Triton configurations at one large shape."""
-    big, one = Case(batch, heads), Case(1, 32, sets=64)
-    for config in STEP_CONFIGS:
-
-        def run_step(c: dict[str, Any] = config) -> Any:
-            times = big.step(decode_triton, repeat=2, **c) | {"b1": one.step(decode_triton, **c)["us"]}
-            return times | {"check": check("step", decode_triton, **c)}
-
-        attempt({"kernel": "triton", "what": "in place"} | config, run_step, rows)
-    case, ring = Case(batch, heads, ring=torch.float32), Case(1, 32, sets=64, ring=torch.float32)
-    for config in TAIL_CONFIGS:
-
-        def run(c: dict[str, Any] = config) -> Any:
-            times = {f"at{n}": case.tail_step(lengths_at(batch, n), decode_triton, **c)["us"] for n in (0, 31, 63)}
-            times["b1_at31"] = ring.tail_step(lengths_at(1, 31), decode_triton, **c)["us"]
-            return times | {"check": check("tail", decode_triton, **c)}
-
-        attempt({"kernel": "triton", "what": "tail"} | config, run, rows)
-
-
-STEP_CONFIGS: list[dict[str, Any]] = [
-    {"launch": decode_triton.Launch(w, c, ahead=ahead)}
-    for w, c, ahead in ((1, 16, True), (1, 16, False), (2, 16, True), (2, 32, False), (4, 32, True), (4, 64, False))
-]
-TAIL_CONFIGS: list[dict[str, Any]] = [
-    {"launch": decode_triton.Launch(w, c, r, ahead, rows)}
-    for w, c, r, ahead, rows in (
-        (1, 16, None, False, 8),
-        (2, 16, 128, True, 8),
-        (2, 32, None, False, 16),
-        (4, 64, 128, False, 8),
-    )
-]
-
-
 def main() -> None:
     """Run and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/kda_decode.json"))
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", default="cuda,verify,replay,exact,triton", help="parts of the report")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -361,8 +194,6 @@ def main() -> None:
     }
     print(report["device"], "copy", report["copy_TB_s"], flush=True)
     try:
-        if arguments.sweep:
-            sweep(64, 96, rows)
         for part in arguments.only.split(",") if arguments.only else []:
             others = {"verify": report_verify, "replay": report_replay, "exact": report_exact}
             others[part](rows) if part in others else report_steps(rows, part)

@@ -4,14 +4,16 @@ Peers are not installed by this project. fla-core (flash-linear-attention) searc
 minutes on its first call for a new head count; FlashKDA has a forward only.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
 
 from perilune.config import Gate
-from perilune.ops.kda import kda
+from perilune.ops.kda import decode, kda
 from perilune.ops.sequences import Sequences
 
+os.environ.setdefault("FLA_FLASH_KDA", "0")  # fla's own kernels; it would call FlashKDA where that is installed
 BOUND = -5.0
 Inputs = list[torch.Tensor]  # q, k, v, g_raw [T, H, 128], beta_logit [T, H], A_log [H], dt_bias [H, 128]
 Forward = Callable[[Inputs], tuple[torch.Tensor, torch.Tensor]]  # to o [T, H, 128] and the final state [H, 128, 128]
@@ -31,6 +33,19 @@ def fla(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     options = {**inside, "output_final_state": True, "safe_gate": True, "lower_bound": BOUND}
     o, final = chunk_kda(*(t[None] for t in raw), A_log=A_log, dt_bias=dt_bias.flatten(), **options)
     return o[0], final[0]
+
+
+def fla_decode(inputs: decode.Projected, weights: decode.Weights, state: torch.Tensor) -> torch.Tensor:
+    """One token of each sequence; state [N, H, 128, 128]. Returns o [N, H, 128]; the next state is left aside."""
+    from fla.ops.kda import fused_recurrent_kda
+
+    raw = (inputs.q_THK, inputs.k_THK, inputs.v_THV, inputs.g_raw_THK, inputs.beta_logit_TH)
+    inside = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
+    gate = {"A_log": weights.A_log_H, "dt_bias": weights.dt_bias_HK.flatten(), "lower_bound": BOUND}
+    o, _ = fused_recurrent_kda(
+        *(t[:, None] for t in raw), initial_state=state, output_final_state=True, **inside, **gate
+    )
+    return o[:, 0]
 
 
 def flashkda(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

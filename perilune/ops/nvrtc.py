@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import os
 import sys
-from ctypes import c_void_p
+from ctypes import c_int, c_uint, c_void_p
 from pathlib import Path
 
 import torch
@@ -24,13 +24,41 @@ def missing() -> str | None:
     return None if _nvrtc() else "NVRTC (libnvrtc.so) is not found; `pip install nvidia-cuda-nvrtc` brings it"
 
 
-def launch(function: c_void_p, blocks: tuple[int, int], threads: int, shared: int, arguments: ctypes.Structure) -> None:
-    """Start a kernel that takes one structure, on the current device and stream. shared: bytes of shared memory."""
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`: its id, and a union of 64 bytes of which an int is used."""
+
+    _fields_ = (("id", c_int), ("_pad", c_int), ("value", c_int), ("_rest", c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        *(("stream", c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", c_uint)),
+    )
+
+
+_WAITS = _Attribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def launch(
+    function: c_void_p,
+    blocks: tuple[int, int],
+    threads: int,
+    shared: int,
+    arguments: ctypes.Structure,
+    waits: bool = False,
+) -> None:
+    """Start a kernel that takes one structure, on the current device and stream. shared: bytes of shared memory.
+
+    waits: the kernel waits for the one before it by itself (`griddepcontrol.wait`), so its blocks may start early.
+    """
     _attach()
     packed = (c_void_p * 1)(ctypes.addressof(arguments))
     stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-    grid = (*blocks, 1, threads, 1, 1, shared)
-    _must(_driver().cuLaunchKernel(function, *grid, stream, packed, None), "launch")
+    config = _Config(*blocks, 1, threads, 1, 1, shared, stream, ctypes.pointer(_WAITS), int(waits))
+    _must(_driver().cuLaunchKernelEx(ctypes.byref(config), function, packed, None), "launch")
 
 
 @functools.cache

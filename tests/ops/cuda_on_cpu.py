@@ -29,6 +29,7 @@ BODIES = {
     "copy": "bulk_copy(to, from, bytes, &barrier);",
     "init": "barrier_init(&barrier, arrivals);",
     "fence": "",
+    "follow": "",
     "meet": "gather(reader_meeting, 256);",
     "meet_preparers": "gather(preparer_meeting, 128);",
 }

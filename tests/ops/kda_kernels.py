@@ -83,14 +83,15 @@ def error(a, b):
 def check(inputs, sequences, gate, forward, backward, loose=0.0, sums=0.0, **options):
     """Forward, states and every gradient against the recurrence; `loose` for dv and dbeta, `sums` for dt_bias."""
     ours = [x.clone().requires_grad_() for x in inputs]
-    exact = [x.double().cpu().requires_grad_() for x in inputs]
+    exact = [x.double().requires_grad_() for x in inputs]
     o, final = run(ours, gate, sequences, **options)
     o_exact, final_exact, _ = recurrence(*exact, gate, sequences)
     assert error(o, o_exact) < forward
     assert error(final, final_exact) < forward
     random = torch.Generator().manual_seed(5)
     do, df = torch.randn(o.shape, generator=random), 0.1 * torch.randn(final.shape, generator=random)
-    ((o.float() * do.to(o.device)).sum() + (final * df.to(o.device)).sum()).backward()
+    do, df = do.to(o.device), df.to(o.device)
+    ((o.float() * do).sum() + (final * df).sum()).backward()
     ((o_exact * do.double()).sum() + (final_exact * df.double()).sum()).backward()
     for name, a, b in zip(NAMES, ours, exact, strict=True):
         # A_log's gradient is a sum over all tokens and channels that nearly cancels.

@@ -5,7 +5,6 @@ import pytest
 import torch
 from kda_kernels import CUDA, NAMES, SAFE, SOFTPLUS, check, error, gpu, interpreted, kernels, make, recurrence, run
 
-from perilune.config import Gate
 from perilune.ops.kda import Raw, gradients_cuda, triton_backward
 from perilune.ops.sequences import Sequences
 
@@ -55,9 +54,21 @@ def test_gpu_packing_changes_no_bit(save):
     packed_and_alone({"H": 3, "K": 128, "V": 128, "dtype": torch.bfloat16}, save=save)
 
 
+FORMS = ["triton", "hopper"]
+
+
+def use(form, monkeypatch):
+    """This form of B2, whatever the inputs."""
+    if form == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Gluon form needs Hopper")
+    monkeypatch.setattr(triton_backward, "reverse_scan_name", lambda d_o, K: form)
+
+
 @gpu
-def test_gpu_heads_change_no_bit():
-    """From 72 heads on the reverse scan takes all of V in one program."""
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_heads_change_no_bit(form, monkeypatch):
+    """From 72 heads on a program of Triton's reverse scan takes all of V."""
+    use(form, monkeypatch)
     inputs, sequences = make([200], H=80, K=128, V=128, dtype=torch.bfloat16)
     weights = draw(*inputs[2].shape)
     many = gradients(inputs, sequences, weights)
@@ -74,9 +85,8 @@ def states(sizes, bound):
     ours = [x.clone().requires_grad_() for x in inputs]
     o, _, at = run(ours, SAFE, sequences, checkpoints=marks)
     ((at * weights).sum() + o.float().square().sum()).backward()
-    exact = [x.double().cpu().requires_grad_() for x in inputs]
+    exact = [x.double().requires_grad_() for x in inputs]
     o, final, at = recurrence(*exact, SAFE, sequences, at=marks[0])
-    weights = weights.double().cpu()
     ((at[0] * weights[0]).sum() + (final[1] * weights[1]).sum() + o.square().sum()).backward()
     for name, a, b in zip(NAMES, ours, exact, strict=True):
         assert error(a.grad, b.grad) < bound, name
@@ -121,18 +131,24 @@ def test_gpu_without_nvrtc(K, gate, monkeypatch):
     """The Triton kernels of B3, which run where gradients.cu does not."""
     monkeypatch.setattr(gradients_cuda, "why_not", lambda x: "for the test")
     inputs, sequences = make([70, 1, 129], H=2, K=K, V=K, dtype=torch.bfloat16)
-    check(inputs, sequences, gate, 7e-3, 2e-2, loose=3e-2)
+    # dt_bias: a sum over tokens of what these kernels round to bfloat16 on the way.
+    check(inputs, sequences, gate, 7e-3, 2e-2, loose=3e-2, sums=5e-2)
 
 
 @gpu
-def test_gpu_views_and_an_expanded_gradient():
-    """q, k, v, g, beta inside larger tensors of NaN; the gradient of a sum has stride 0."""
+@pytest.mark.parametrize("rows", ["whole", "cut"])
+def test_gpu_views_and_an_expanded_gradient(rows):
+    """q, k, v, g, beta inside larger tensors of NaN; the gradient of a sum has stride 0.
+
+    Where v's heads lie side by side the kernels are the same, and so are the bits. Otherwise K2 is another one.
+    """
     inputs, sequences = make([70, 33], [0, 90], H=3, **BF16)
     *raw, A_log, dt_bias, initial = inputs
 
-    def inside(x):
-        wide = torch.full((x.shape[0] + 6, 5, *(d + 32 for d in x.shape[2:])), torch.nan, device="cuda", dtype=x.dtype)
-        view = wide[3:-3, 1:4, 16:-16] if x.dim() == 3 else wide[3:-3, 1:4]
+    def inside(x, margin=16):
+        inner = [d + 2 * margin for d in x.shape[2:]]
+        wide = torch.full((x.shape[0] + 6, 5, *inner), torch.nan, device="cuda", dtype=x.dtype)
+        view = wide[3:-3, 1:4, margin : margin + 128] if inner else wide[3:-3, 1:4]
         view.copy_(x)
         return view
 
@@ -141,7 +157,14 @@ def test_gpu_views_and_an_expanded_gradient():
         run(leaves, SAFE, sequences)[0].sum().backward()
         return [x.grad for x in leaves]
 
-    assert all(torch.equal(a, b) for a, b in zip(grads(raw), grads([inside(x) for x in raw]), strict=True))
+    views = [inside(x) for x in raw]
+    if rows == "whole":
+        views[2] = inside(raw[2], margin=0)
+        assert kernels.scan_name(views[2], 128) == kernels.scan_name(raw[2], 128)
+    for name, a, b in zip(NAMES, grads(raw), grads(views), strict=True):
+        # A_log and dt_bias: sums over all tokens that nearly cancel.
+        bound = 0.0 if rows == "whole" else 5e-2 if name in ("A_log", "dt_bias") else 1e-2
+        assert error(b, a) <= bound, name
 
 
 @gpu
@@ -153,7 +176,6 @@ def test_gpu_which_kernel():
 
     assert name(inputs) == "cuda"
     assert name(inputs, SOFTPLUS) == "triton"
-    assert name(inputs, Gate("safe", -6.0)) == "triton"
     assert name([inputs[0].repeat(1, 1, 2)[:, :, ::2], *inputs[1:]]) == "triton"
 
 
@@ -164,13 +186,11 @@ def test_why_not_says_what_is_missing():
 
 
 @gpu
-@pytest.mark.parametrize("sizes", [([10, 130, 0, 65], 3), ([1000], 80)], ids=["few heads", "many heads"])
-def test_gpu_both_reverse_scans(sizes, monkeypatch):
-    """Gradients with either form of B2, against float64; `reverse_scan_name` says which one is switched on."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Gluon form needs Hopper")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [([10, 130, 0, 65], 3), ([70], 72)], ids=["few heads", "many heads"])
+def test_gpu_both_reverse_scans(sizes, form, monkeypatch):
+    """Gradients with either form of B2, against float64."""
+    use(form, monkeypatch)
     lengths, H = sizes
     inputs, sequences = make(lengths, H=H, K=128, V=128, dtype=torch.bfloat16)
-    for name in ("triton", "hopper"):
-        monkeypatch.setattr(triton_backward, "reverse_scan_name", lambda d_o, K, name=name: name)
-        check(inputs, sequences, SAFE, 7e-3, 2e-2, loose=3e-2)
+    check(inputs, sequences, SAFE, 7e-3, 2e-2, loose=3e-2)

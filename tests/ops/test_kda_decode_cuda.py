@@ -9,7 +9,7 @@ import pytest
 import test_kda_decode as gpu_tests
 import torch
 from cuda_on_cpu import cuda_on_cpu
-from test_kda_decode import FP32, LIVE, SAFE, SLOTS, SOFTPLUS, Kernel, Oracle, World, off, same, split, warm
+from kda_decode_world import FP32, LIVE, SAFE, SLOTS, SOFTPLUS, Kernel, Oracle, World, off, same, split, warm
 
 from perilune.config import Gate
 from perilune.ops.kda import decode_cuda

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kda_decode import LIVE, SAFE, SLOTS, Kernel, World, same, split
+from kda_decode_world import LIVE, SAFE, SLOTS, Kernel, World, same, split
 
 from perilune.errors import Error
 from perilune.ops.kda import decode

@@ -164,11 +164,11 @@ def test_gpu_plain_triton(K):
 
 
 @gpu
-@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127, 1000])
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127, 1000, 8192])
 def test_gpu_lengths(T):
     inputs, sequences = make([T], H=5, K=128, V=128, dtype=torch.bfloat16)
     o, final = run(inputs, SAFE, sequences)
-    o_exact, final_exact, _ = recurrence(*(x.cpu() for x in inputs), SAFE, sequences)
+    o_exact, final_exact, _ = recurrence(*inputs, SAFE, sequences)
     assert error(o, o_exact) < 7e-3
     assert error(final, final_exact) < 7e-3
 
@@ -241,6 +241,25 @@ def test_gpu_segmented_close_to_serial():
     # Same operands, another order of bfloat16 roundings.
     assert error(tiled[0], serial[0]) < 7e-3
     assert error(tiled[1], serial[1]) < 7e-3
+
+
+@gpu
+@pytest.mark.parametrize("given", [True, False])
+def test_gpu_segmented_replayed_on_new_inputs(given):
+    lengths = [3000, 0, 100]
+    inputs, sequences = make(lengths, [500, 0, 0], H=2, K=128, V=128, dtype=torch.bfloat16)
+    inputs = inputs if given else [*inputs[:7], None]
+    run(inputs, SAFE, sequences, scan="segmented")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, final = run(inputs, SAFE, sequences, scan="segmented")
+    for x, new in zip(inputs, make(lengths, H=2, K=128, V=128, dtype=torch.bfloat16, seed=1)[0], strict=True):
+        if x is not None:
+            x.copy_(new)
+    graph.replay()
+    again = run(inputs, SAFE, sequences, scan="segmented")
+    assert torch.equal(o, again[0])
+    assert torch.equal(final, again[1])
 
 
 @gpu

@@ -1,8 +1,8 @@
 // KDA decode on Hopper: what decode.py specifies, for K = V = 128.
 //
-// A block stays on its multiprocessor and takes a run of (head, sequence) items, heads outermost, so that a head's
-// weights are loaded once, and then single ones, as multiprocessors are not equally far from memory. Its warps are a
-// pipeline over the items, each with its own work and ahead of the next:
+// A block stays on its multiprocessor and takes (head, sequence) items, heads innermost: one at its start, then what is
+// next, as multiprocessors are not equally far from memory. Its warps are a pipeline over the items, each with its own
+// work and ahead of the next:
 //   fetchers    copies into rings of buffers, one warp for a token's small vectors, one for 16 KB units, each 32 rows
 //               of a matrix or 16 entries of a tail
 //   preparers   convolution, norms, gate: one warp for each of q, k, v, gate, four channels a lane
@@ -36,7 +36,6 @@ constexpr float CENTRE = 40.f; // nats
 constexpr int AHEAD = TOKENS <= 4 || sizeof(X) == 2 ? 2 : 1;  // items that may be prepared at once
 constexpr int VECTORS = TOKENS <= 4 ? 3 : 2;
 constexpr int MAX_UNITS = 12;
-constexpr int TOGETHER = TOKENS <= 2 ? 4 : 1;  // units of entries between two meetings of the readers
 constexpr int TICKETS = 4;
 constexpr int VOICES = 1;  // lanes that speak for a warp at a barrier (32 for tools that cannot follow one)
 

@@ -108,6 +108,23 @@ class Call:
         """Whether a kernel runs it: float64 has none."""
         return self.inputs.q_THK.is_cuda and self.inputs.q_THK.dtype != torch.float64
 
+    @property
+    def given(self) -> tuple[torch.Tensor, ...]:
+        """What a kernel reads of tokens and layer, in the order of every kernel's arguments."""
+        w = self.weights
+        taps = (w.conv_q_CW, w.conv_k_CW, w.conv_v_CW)
+        return (*vars(self.inputs).values(), *taps, w.A_log_H, w.dt_bias_HK, w.norm_V)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from token to token, of each of `Projected`."""
+        return tuple(x.stride(0) for x in vars(self.inputs).values())
+
+    @property
+    def homes_N(self) -> torch.Tensor:
+        """The slots of the matrices."""
+        return self.slots_N if self.matrices_N is None else self.matrices_N
+
     def output(self) -> torch.Tensor:
         """An uninitialised o_THV."""
         return torch.empty_like(self.inputs.v_THV, memory_format=torch.contiguous_format)

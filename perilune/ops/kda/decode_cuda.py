@@ -15,7 +15,7 @@ import torch
 from perilune.config import Gate
 from perilune.errors import Error
 from perilune.ops import nvrtc
-from perilune.ops.kda.decode_call import Call, Tail
+from perilune.ops.kda.decode_call import Call
 
 DIM = 128
 THREADS = 480  # 15 warps
@@ -31,10 +31,10 @@ _TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 _ALIGN = 16  # bytes; a lane reads four channels at once
 
 _POINTERS = [
-    *("q", "k", "v", "g_raw", "out_gate", "beta_logit", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "norm"),
+    *("q", "k", "v", "g_raw", "beta_logit", "out_gate", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "norm"),
     *("matrix", "window", "slots", "matrices", "counts", "targets", "k_ring", "u_ring", "g_ring", "o"),
 ]
-_STRIDES = ["q_stride", "k_stride", "v_stride", "g_stride", "gate_stride", "beta_stride"]
+_STRIDES = ["q_stride", "k_stride", "v_stride", "g_stride", "beta_stride", "gate_stride"]
 
 
 class _Arguments(ctypes.Structure):
@@ -89,16 +89,19 @@ def why_not(call: Call) -> str | None:
 
 def step(call: Call) -> torch.Tensor:
     """The in-place form; see `decode_step_inplace`, `verify`, `replay_inplace`."""
-    arguments, o_THV = _arguments(call, call.output())
+    o_THV = call.output()
+    arguments = _arguments(call, o_THV)
     _launch("step", _defines(call), arguments, o_THV.device)
     return o_THV
 
 
 def tail_step(call: Call) -> torch.Tensor:
     """The tail form; see `tail_step_inplace`, `tail_verify_inplace`."""
-    arguments, o_THV = _arguments(call, call.output())
     assert call.tail is not None
-    _tail_arguments(arguments, call.tail)
+    o_THV = call.output()
+    arguments = _arguments(call, o_THV)
+    arguments.k_ring, arguments.u_ring = call.tail.k_SHRK.data_ptr(), call.tail.u_SHRV.data_ptr()
+    arguments.g_ring = call.tail.g_SHRK.data_ptr()
     assert call.tokens == 1 or call.target_N is None  # drafts are folded once some are accepted
     _launch("tail_step", _defines(call), arguments, o_THV.device)
     return o_THV
@@ -110,9 +113,7 @@ def table(calls: Sequence[Call]) -> torch.Tensor:
     kinds = {_defines(call, layers=True) for call in calls}
     if len(kinds) > 1:
         raise Error(f"layers differ in dtype or gate: {sorted(kinds)}; must be the same in all")
-    rows = (_Arguments * len(calls))(*(_arguments(call, call.inputs.v_THV)[0] for call in calls))
-    for row in rows:
-        row.o = None
+    rows = (_Arguments * len(calls))(*(_arguments(call, None) for call in calls))
     return torch.frombuffer(bytearray(rows), dtype=torch.uint8).to(calls[0].matrix_SHKV.device)
 
 
@@ -122,29 +123,19 @@ def step_layers(first: Call, rows: torch.Tensor, layers: int) -> None:
     _launch("step", _defines(first, layers=True), given, rows.device)
 
 
-def _arguments(call: Call, o_THV: torch.Tensor) -> tuple[_Arguments, torch.Tensor]:
-    """The arguments that all steps share, and the output."""
-    inputs, weights, slots_N = call.inputs, call.weights, call.slots_N
-    tensors = (
-        *(inputs.q_THK, inputs.k_THK, inputs.v_THV, inputs.g_raw_THK, inputs.out_gate_THV, inputs.beta_logit_TH),
-        *(weights.conv_q_CW, weights.conv_k_CW, weights.conv_v_CW, weights.A_log_H, weights.dt_bias_HK),
-        *(weights.norm_V, call.matrix_SHKV, call.window_S3C, slots_N),
-    )
-    arguments = _Arguments(*[x.data_ptr() for x in tensors])
-    arguments.matrices = (slots_N if call.matrices_N is None else call.matrices_N).data_ptr()
-    arguments.counts = call.counts_N.data_ptr() if call.counts_N is not None else None
-    arguments.targets = call.target_N.data_ptr() if call.target_N is not None else None
-    arguments.o = o_THV.data_ptr()
-    for name, x in zip(_STRIDES, tensors, strict=False):
-        setattr(arguments, name, x.stride(0))
-    arguments.heads, arguments.sequences, arguments.store = call.matrix_SHKV.shape[1], len(slots_N), int(call.store)
-    arguments.eps, arguments.lower_bound = weights.eps, weights.gate.lower_bound or 0.0
-    return arguments, o_THV
-
-
-def _tail_arguments(arguments: _Arguments, tail: Tail) -> None:
-    arguments.k_ring, arguments.u_ring = tail.k_SHRK.data_ptr(), tail.u_SHRV.data_ptr()
-    arguments.g_ring = tail.g_SHRK.data_ptr()
+def _arguments(call: Call, o_THV: torch.Tensor | None) -> _Arguments:
+    """The arguments that all steps share; no outputs where o_THV is None."""
+    pools = (call.matrix_SHKV, call.window_S3C, call.slots_N, call.homes_N)
+    arguments = _Arguments(*[x.data_ptr() for x in (*call.given, *pools)])
+    optional = {"counts": call.counts_N, "targets": call.target_N, "o": o_THV}
+    for name, x in optional.items():
+        setattr(arguments, name, None if x is None else x.data_ptr())
+    for name, stride in zip(_STRIDES, call.strides, strict=True):
+        setattr(arguments, name, stride)
+    arguments.heads, arguments.sequences = call.matrix_SHKV.shape[1], len(call.slots_N)
+    arguments.store = int(call.store)
+    arguments.eps, arguments.lower_bound = call.weights.eps, call.weights.gate.lower_bound or 0.0
+    return arguments
 
 
 def _defines(call: Call, layers: bool = False) -> tuple[tuple[str, str], ...]:
@@ -177,12 +168,12 @@ def _launch(
         return
     with torch.cuda.device(device):
         blocks = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
-        # Where blocks have several items, the last ones go to whoever is free.
+        # Where blocks have several items, whoever is free takes the next.
         counter = torch.zeros(1, dtype=torch.int32, device=device) if items > 2 * blocks else None
         given = arguments if isinstance(arguments, _Table) else _One(arguments)
         given.counter = None if counter is None else counter.data_ptr()
         function = nvrtc.load(SOURCES[name], name, defines, SHARED_BYTES, torch.cuda.current_device())
-        nvrtc.launch(function, (blocks, 1), THREADS, SHARED_BYTES, given)
+        nvrtc.launch(function, (blocks, 1), THREADS, SHARED_BYTES, given, waits=True)
 
 
 __all__ = ["step", "step_layers", "table", "tail_step", "why_not"]

@@ -1,20 +1,17 @@
 // The fetchers of decode.cuh.
 
-// The items of this block: most of them in one run, the last eighth of all items from a counter.
+// The items of this block: its number, then whatever is next, from the counter if there is one. `next` is asked for an
+// item early, since the answer takes a while.
 struct Claims {
-  int next, end, pool, items;
+  int next, items;
   __device__ __forceinline__ Claims(const Given &given) {
-    i64 all = static_cast<i64>(given.layers) * given.layer(0).heads * given.layer(0).sequences;
-    int run = static_cast<int>(all / 8 * 7 / gridDim.x);
-    items = static_cast<int>(all), pool = given.counter ? run * gridDim.x : items;
-    next = given.counter ? run * blockIdx.x : static_cast<int>(all * blockIdx.x / gridDim.x);
-    end = given.counter ? next + run : static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    items = given.layers * given.layer(0).heads * given.layer(0).sequences, next = blockIdx.x;
   }
   __device__ __forceinline__ int claim(const Given &given) {
-    if (next < end) return next++;
-    if (!given.counter) return -1;
-    int i = pool + atomicAdd(given.counter, 1);
-    return i < items ? i : -1;
+    int item = next;
+    if (item >= items) return -1;
+    next = gridDim.x + (given.counter ? atomicAdd(given.counter, 1) : item);
+    return item;
   }
 };
 

@@ -1,8 +1,9 @@
 // What the warps of decode.cuh hand to each other: shared memory, barriers, the items of a block.
 
 struct Arguments {
-  const X *q, *k, *v, *g_raw, *out_gate;
+  const X *q, *k, *v, *g_raw;
   const B *beta_logit;
+  const X *out_gate;
   const W *conv_q, *conv_k, *conv_v;
   const float *A_log, *dt_bias;
   const P *norm;
@@ -12,7 +13,7 @@ struct Arguments {
   RING *k_ring, *u_ring;
   float *g_ring;
   X *o;  // null: outputs are not wanted
-  i64 q_stride, k_stride, v_stride, g_stride, gate_stride, beta_stride;
+  i64 q_stride, k_stride, v_stride, g_stride, beta_stride, gate_stride;
   int heads, sequences, store;
   float eps, lower_bound;
 };
@@ -60,7 +61,7 @@ struct alignas(128) Tail {
 };
 struct alignas(128) Scratch {
   float read[READERS][TOKENS][2][BLOCK];  // k and q as each reader's rows of the matrix meet them
-  float score[2][2][TOKENS][TOGETHER * BLOCK];  // k and q against the entries of some units, of two sets in turn
+  float score[2][2][TOKENS][BLOCK];       // k and q against the entries of a unit, of two units in turn
   float decayed[TOKENS == 1 ? READERS : 1][BLOCK][BLOCK];  // for a fold: each reader's rows of a unit's keys
 };
 
@@ -70,7 +71,7 @@ __host__ __device__ constexpr int units_beside(int fixed) {
   return (SHARED_BYTES - fixed) / UNIT < MAX_UNITS ? (SHARED_BYTES - fixed) / UNIT : MAX_UNITS;
 }
 constexpr int STEP_UNITS = units_beside(STEP_FIXED), TAIL_UNITS = units_beside(TAIL_FIXED);
-static_assert(STEP_UNITS >= 3 && TAIL_UNITS >= (TOGETHER == 1 ? 3 : TOGETHER + 1), "too little room to fetch ahead");
+static_assert(STEP_UNITS >= 3 && TAIL_UNITS >= 3, "too little room to fetch ahead");
 
 __device__ __forceinline__ u32 address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -96,6 +97,12 @@ __device__ __forceinline__ void copy(void *to, const void *from, int bytes, u64 
                    address(to)),
                "l"(from), "r"(bytes), "r"(address(&barrier))
                : "memory");
+}
+
+// Nothing that the launch before may have written is read, and nothing that it may read is written, before this; the
+// launch after may start its blocks at once, as it waits in the same way.
+__device__ __forceinline__ void follow() {
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // A barrier of the readers, and one of the preparers.
@@ -142,7 +149,7 @@ template <int N> __device__ __forceinline__ void wait_free(u64 (&free)[N], const
 }
 
 // What a kernel is given: one layer, or (LAYERS) a table of layers with the same heads and sequences; a counter that is
-// 0, or null where every block is to take an equal run of items.
+// 0, or null where every block is to start at its number and go on in steps of the grid.
 #if LAYERS
 struct Given {
   const Arguments *table;
@@ -159,10 +166,11 @@ struct Given {
 };
 #endif
 
-// Where an item lies: layers outermost, then heads, then sequences.
+// Where an item lies: layers outermost, then sequences, then heads, so that blocks side by side read and write memory
+// side by side.
 __device__ __forceinline__ void place(Ticket &ticket, const Given &given, int item) {
-  int sequences = given.layer(0).sequences, heads = given.layer(0).heads, group = item / sequences;
-  ticket.n = item - group * sequences, ticket.layer = group / heads, ticket.head = group - ticket.layer * heads;
+  int sequences = given.layer(0).sequences, heads = given.layer(0).heads, group = item / heads;
+  ticket.head = item - group * heads, ticket.layer = group / sequences, ticket.n = group - ticket.layer * sequences;
 }
 
 // A thread makes a barrier. `shared` is ready after the block's next barrier.

@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step(const __grid_const
   extern __shared__ __align__(128) unsigned char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory + STEP_UNITS * UNIT);
   make_barriers(shared);
+  follow();
   int warp = threadIdx.x >> 5;
   // What does not wait for anybody, before all meet.
   Claims claims(given);

@@ -25,7 +25,7 @@ __host__ __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * 
 
 // k and q of every token against two entries of a unit (this warp's), into `score`.
 __device__ __forceinline__ void score_unit(const Prepared &from, const Tail &tail, const RING *keys,
-                                           const float *logs, int b, int live, float (*score)[TOKENS][TOGETHER * BLOCK],
+                                           const float *logs, int b, int live, float (*score)[TOKENS][BLOCK],
                                            int warp, int channel) {
   constexpr int N = power_of_two(4 * TOKENS);
   float sums[N];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void score_unit(const Prepared &from, const Tail &tai
   }
   float sum = warp_sums(sums);
   int lane = channel / 4, j = lane * N / 32, i = j % TOKENS, which = j / TOKENS;
-  if (lane % (32 / N) == 0 && j < 4 * TOKENS) score[which & 1][i][b % TOGETHER * BLOCK + 2 * warp + (which >> 1)] = sum;
+  if (lane % (32 / N) == 0 && j < 4 * TOKENS) score[which & 1][i][2 * warp + (which >> 1)] = sum;
 }
 
 // Scores among the new tokens: token i against token j < i, as if j had been read from the ring.
@@ -105,7 +105,7 @@ struct Folded {
   }
 };
 
-// The reads of the tail: the scores of some units of 16 entries, then each thread its column.
+// The reads of the tail: of each unit of 16 entries the scores, then each thread its column.
 template <bool FOLD>
 __device__ __forceinline__ void read_entries(Shared &shared, const Prepared &from, Tail &tail, Scratch &scratch,
                                              const unsigned char *units, Cursor<TAIL_UNITS> &unit, int &turn,
@@ -114,39 +114,30 @@ __device__ __forceinline__ void read_entries(Shared &shared, const Prepared &fro
   float sums[TOKENS];
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) sums[i] = 0.f;
-  int blocks = (from.ticket.count + BLOCK - 1) / BLOCK;
-  for (int begin = 0; begin < blocks; begin += TOGETHER, turn ^= 1) {
-    int end = min(begin + TOGETHER, blocks);
-    Cursor<TAIL_UNITS> again = unit;
-    for (int b = begin; b < end; ++b, unit.next()) {
-      int live = min(BLOCK, from.ticket.count - b * BLOCK);
-      const RING *keys = reinterpret_cast<const RING *>(units + unit.index * UNIT);
-      const RING *values = reinterpret_cast<const RING *>(units + unit.index * UNIT + UNIT / 2);
-      const float *logs = g_ring + b * BLOCK * DIM;
-      wait(shared.unit_full[unit.index], unit.round & 1);
-      score_unit(from, tail, keys, logs, b, live, scratch.score[turn], warp, channel);
-      if (FOLD) folded.add_entries(tail, scratch.decayed[warp], keys, values, logs, b, live, warp, channel);
-    }
+  for (int b = 0, left = from.ticket.count; left > 0; ++b, left -= BLOCK, unit.next(), turn ^= 1) {
+    int live = min(BLOCK, left);
+    const RING *keys = reinterpret_cast<const RING *>(units + unit.index * UNIT);
+    const RING *values = reinterpret_cast<const RING *>(units + unit.index * UNIT + UNIT / 2);
+    const float *logs = g_ring + b * BLOCK * DIM;
+    wait(shared.unit_full[unit.index], unit.round & 1);
+    score_unit(from, tail, keys, logs, b, live, scratch.score[turn], warp, channel);
+    if (FOLD) folded.add_entries(tail, scratch.decayed[warp], keys, values, logs, b, live, warp, channel);
     meet();
-    for (int b = begin; b < end; ++b, again.next()) {
-      int live = min(BLOCK, from.ticket.count - b * BLOCK), at_score = b % TOGETHER * BLOCK;
-      const RING *values = reinterpret_cast<const RING *>(units + again.index * UNIT + UNIT / 2);
 #pragma unroll
-      for (int e = 0; e < BLOCK; e += 4) {
-        if (e >= live) break;
-        float u[4];
+    for (int e = 0; e < BLOCK; e += 4) {
+      if (e >= live) break;
+      float u[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) u[j] = e + j < live ? load1(values + (e + j) * DIM + column) : 0.f;
+      for (int j = 0; j < 4; ++j) u[j] = e + j < live ? load1(values + (e + j) * DIM + column) : 0.f;
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) {
-          float4 s = load4(scratch.score[turn][which][i] + at_score + e);
+      for (int i = 0; i < TOKENS; ++i) {
+        float4 s = load4(scratch.score[turn][which][i] + e);
 #pragma unroll
-          for (int j = 0; j < 4; ++j)
-            if (e + j < live) sums[i] = fmaf(u[j], at(s, j), sums[i]);
-        }
+        for (int j = 0; j < 4; ++j)
+          if (e + j < live) sums[i] = fmaf(u[j], at(s, j), sums[i]);
       }
-      warp_arrive(shared.unit_free[again.index]);
     }
+    warp_arrive(shared.unit_free[unit.index]);
   }
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) tail.past[i][which][column] = sums[i];
@@ -255,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tail_step(const __grid_
   Tail *tails = reinterpret_cast<Tail *>(&shared + 1);
   Scratch &scratch = *reinterpret_cast<Scratch *>(tails + AHEAD);
   make_barriers(shared);
+  follow();
   int warp = threadIdx.x >> 5;
   // What does not wait for anybody, before all meet.
   Claims claims(given);

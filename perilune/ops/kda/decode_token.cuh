@@ -1,14 +1,17 @@
 // A token's way in and out: the preparers and the finisher of decode.cuh.
 
-// A head's convolution weights, gate bias and rate. All preparers are through with the last ones.
+// A head's convolution weights, gate bias and rate, a channel a thread.
 __device__ __forceinline__ void take_weights(const Arguments &a, Shared &shared, int head, int t) {
-  for (int i = t; i < 3 * DIM; i += 32 * PREPARERS) {
-    int part = i / DIM, c = i - part * DIM;
-    const W *taps = part == 0 ? a.conv_q : part == 1 ? a.conv_k : a.conv_v;
-    store4(shared.taps[part][c], load4(taps + (static_cast<i64>(head) * DIM + c) * 4));
-  }
-  shared.bias[t] = a.dt_bias[head * DIM + t];
-  if (t == 0) shared.rate = __expf(a.A_log[head]);
+  static_assert(32 * PREPARERS == DIM, "a thread for each channel");
+  const int channel = head * DIM + t;
+  const i64 at = 4 * static_cast<i64>(channel);
+  const float4 taps[3] = {load4(a.conv_q + at), load4(a.conv_k + at), load4(a.conv_v + at)};
+  const float bias = a.dt_bias[channel], rate = a.A_log[head];
+  meet_preparers();  // all are through with the last ones
+#pragma unroll
+  for (int part = 0; part < 3; ++part) store4(shared.taps[part][t], taps[part]);
+  shared.bias[t] = bias;
+  if (t == 0) shared.rate = __expf(rate);
   meet_preparers();
 }
 
@@ -93,17 +96,16 @@ template <bool TAIL> __device__ void prepare(const Given &given, Shared &shared,
   Cursor<AHEAD> ahead;
   for (bool more = true; more; vector.next(), ahead.next()) {
     wait_full(shared.vectors_full, vector);
-    wait_free(shared.prepared_free, ahead);
     const Vectors &from = shared.vectors[vector.index];
-    Prepared &to = shared.prepared[ahead.index];
     Ticket ticket = from.ticket;
     more = ticket.n >= 0;
     const Arguments &a = given.layer(ticket.layer);
     if (more && (ticket.head != head || ticket.layer != layer)) {
       head = ticket.head, layer = ticket.layer;
-      meet_preparers();
       take_weights(a, shared, head, t);
     }
+    wait_free(shared.prepared_free, ahead);
+    Prepared &to = shared.prepared[ahead.index];
     int slot = ticket.slot, count = TAIL ? TOKENS : ticket.count;
     if (slot >= 0) {
       if (warp < 3) {

@@ -23,7 +23,7 @@ _RUNTIME = ["tokens", "heads"]
 @triton.jit(do_not_specialize=_RUNTIME)
 def fold_kernel(
     matrix_SHKV, k_SHRK, u_SHRV, g_SHRK, lengths_N, slots_N, matrices_N, target_N, heads,
-    SAFE: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SAFE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
     n = tl.program_id(1)
@@ -51,7 +51,7 @@ def fold_kernel(
         else:
             each = tl.load(g_ring + rows[None, :] * K + ck[:, None])
             keys = keys * tl.exp(total[:, None] - each)
-        S = tl.dot(keys, written, acc=S * tl.exp(total)[:, None], input_precision=PRECISION)
+        S = tl.dot(keys, written, acc=S * tl.exp(total)[:, None], input_precision="ieee")
     # What is left of the tail, at most eight entries, moves to its start.
     rest = (cr[:, None] < length - _GRID) & (cr[:, None] < _CAPACITY - _GRID)
     key_at = cr[:, None] * K + ck[None, :]

@@ -102,7 +102,7 @@ def step_kernel(
     matrix_SHKV, window_S3C, slots_N, counts_N, scratch, o_THV,
     q_stride, k_stride, v_stride, g_stride, beta_stride, gate_stride,
     heads, tokens, store, eps, lower_bound,
-    SAFE: tl.constexpr, COUNTED: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+    SAFE: tl.constexpr, COUNTED: tl.constexpr, D: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
@@ -153,10 +153,6 @@ def step_kernel(
         move_window(v_x, v_window, count, v_stride, channels, cv)
     tl.debug_barrier()
     for tile in range(0, V, BV):
-        if AHEAD:
-            following = tl.load(
-                at + tile + BV, mask=(ct[None, :] >= 0) & (tile + BV < V), eviction_policy="evict_first"
-            )
         for i in range(count):
             mine = rows + i * rows_stride
             q = tl.load(mine + _Q * D + ck)
@@ -172,10 +168,7 @@ def step_kernel(
         if store != 0:
             tl.debug_barrier()
             tl.store(at + tile, S, eviction_policy="evict_first")
-        if AHEAD:
-            S = following
-        else:
-            S = tl.load(at + tile + BV, mask=(ct[None, :] >= 0) & (tile + BV < V), eviction_policy="evict_first")
+        S = tl.load(at + tile + BV, mask=(ct[None, :] >= 0) & (tile + BV < V), eviction_policy="evict_first")
     tl.debug_barrier()
     for i in range(count):
         y = tl.load(rows + i * rows_stride + _Y * D + cv)
@@ -191,7 +184,7 @@ def tail_kernel(
     matrix_SHKV, window_S3C, slots_N, matrices_N, lengths_N, k_SHRK, u_SHRV, g_SHRK, scratch, o_THV,
     q_stride, k_stride, v_stride, g_stride, beta_stride, gate_stride,
     heads, tokens, shift, eps, lower_bound,
-    SAFE: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+    SAFE: tl.constexpr, D: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
@@ -258,10 +251,6 @@ def tail_kernel(
         move_window(k_x, k_window, tokens, k_stride, channels, ck)
         move_window(v_x, v_window, tokens, v_stride, channels, cv)
     for tile in range(0, V, BV):
-        if AHEAD:
-            following = tl.load(
-                at + tile + BV, mask=(ct[None, :] >= 0) & (tile + BV < V), eviction_policy="evict_first"
-            )
         for i in range(tokens):
             mine = rows + i * rows_stride
             since = tl.load(mine + _DECAY * D + ck)
@@ -269,10 +258,7 @@ def tail_kernel(
             k = tl.load(mine + _K * D + ck) * since
             tl.store(mine + _Y * D + tile + ct, tl.sum(S * q[:, None], 0))
             tl.store(mine + (_Y + 1) * D + tile + ct, tl.sum(S * k[:, None], 0))
-        if AHEAD:
-            S = following
-        else:
-            S = tl.load(at + tile + BV, mask=(ct[None, :] >= 0) & (tile + BV < V), eviction_policy="evict_first")
+        S = tl.load(at + tile + BV, mask=(ct[None, :] >= 0) & (tile + BV < V), eviction_policy="evict_first")
     tl.debug_barrier()
     for i in range(tokens):
         mine = rows + i * rows_stride

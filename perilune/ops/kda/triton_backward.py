@@ -14,7 +14,7 @@ import torch
 
 from perilune.ops.kda import gradients_cuda
 from perilune.ops.kda.triton_backward_scan import reverse_scan_kernel
-from perilune.ops.kda.triton_forward import Inputs, Prepared, scan
+from perilune.ops.kda.triton_forward import Inputs, Prepared, scan, scan_name
 from perilune.ops.kda.triton_gradients import key_gradient_kernel, norm_gradient_kernel, state_gradient_kernel
 
 
@@ -27,12 +27,8 @@ def entry_states(x: Inputs, p: Prepared, initial: torch.Tensor | None) -> tuple[
 
 
 def reverse_scan_name(d_o: torch.Tensor, K: int) -> Literal["hopper", "triton"]:
-    """Which B2 runs: "triton". "hopper" is allowed where `scan_name` allows it with d_o in the place of v.
-
-    The form of `triton_backward_scan_hopper` agrees with Triton's as a function and is 0.07 ms faster (8192 tokens, 96
-    heads); it waits for a run of the gradient tests on a GPU (tests/ops/test_kda_backward.py).
-    """
-    return "triton"
+    """Which B2 runs: the rule of K2, with d_o in the place of v."""
+    return scan_name(d_o, K)
 
 
 def reverse_scan(

@@ -36,7 +36,9 @@ from perilune.ops.kda.triton_scan_hopper import (
     TILE,
     B,
     D,
+    make_barriers,
     next_stage,
+    place,
 )
 
 if TYPE_CHECKING:
@@ -144,14 +146,7 @@ def reverse_scan_hopper_kernel(
     FINAL: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `reverse_scan_kernel`; ..._d: tensor descriptors of one chunk's tile in [rows, columns]."""
-    part = gl.program_id(0) % (D // B)
-    h = gl.program_id(0) // (D // B) % H
-    n = gl.program_id(0) // (D // B) // H
-    begin = gl.load(cu + n).to(gl.int32)
-    end = gl.load(cu + n + 1).to(gl.int32)
-    c0 = gl.load(first_chunk + n)
-    count = gl.load(first_chunk + n + 1) - c0
-    token = begin - gl.load(shift + n)
+    part, h, n, begin, end, c0, count, token = place(first_chunk, cu, shift, H)
 
     w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, D], TILE)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, D], TILE)
@@ -161,18 +156,9 @@ def reverse_scan_hopper_kernel(
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, D], LINE)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [B, D], TILE)
     U_s = gl.allocate_shared_memory(gl.bfloat16, [64, B], TILE)
-    early = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    late = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    early_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    late_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(early.index(s), count=1)
-        mbarrier.init(late.index(s), count=1)
-        mbarrier.init(early_free.index(s), count=1)
-        mbarrier.init(late_free.index(s), count=1)
+    barriers = make_barriers()
     tiles = (w_s, q_s, k_s, P_s, o_s, decay_s)
     results = (S_s, U_s)
-    barriers = (early, late, early_free, late_free)
     gl.warp_specialize(
         [
             (consume, (tiles, results, barriers, d_final, d_states, d_initial, kept_dS, kept_dU, slots,

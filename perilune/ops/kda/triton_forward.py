@@ -235,7 +235,10 @@ def scan_segmented(
     out = scan(x, p, entry, slots, slot_count, keep=keep, lay=tiles.layout)
     final = out.final[tiles.last] if len(B) else B.new_empty(N, H, K, V)
     final[tiles.whole[0]] = after[tiles.whole[1]]
-    final[tiles.empty] = 0.0 if initial is None else initial[tiles.empty]
+    if initial is None:
+        final.index_fill_(0, tiles.empty, 0.0)
+    else:
+        final[tiles.empty] = initial[tiles.empty]
     if out.states is not None and marks is not None:
         out.states[marks[0]] = after[marks[1]]
     return replace(out, final=final)

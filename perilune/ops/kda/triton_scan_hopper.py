@@ -51,6 +51,35 @@ def next_stage(stage, phase):
 
 
 @gluon.jit
+def place(first_chunk, cu, shift, H):
+    """A program's slice of values, head and sequence; the sequence's tokens, first chunk, chunks, token of row 0."""
+    part = gl.program_id(0) % (D // B)
+    h = gl.program_id(0) // (D // B) % H
+    n = gl.program_id(0) // (D // B) // H
+    begin = gl.load(cu + n).to(gl.int32)
+    end = gl.load(cu + n + 1).to(gl.int32)
+    c0 = gl.load(first_chunk + n)
+    count = gl.load(first_chunk + n + 1) - c0
+    token = begin - gl.load(shift + n)
+    return part, h, n, begin, end, c0, count, token
+
+
+@gluon.jit
+def make_barriers():
+    """For each stage and both groups of tiles: they are there; they have been read."""
+    early = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    late = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    early_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    late_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(early.index(s), count=1)
+        mbarrier.init(late.index(s), count=1)
+        mbarrier.init(early_free.index(s), count=1)
+        mbarrier.init(late_free.index(s), count=1)
+    return early, late, early_free, late_free
+
+
+@gluon.jit
 def produce(
     w_d, q_d, k_d, A_d, P_d, v_d, decay_d, tiles, barriers, c0, count, token, column, h, H,
     VALUES: gl.constexpr, OUTPUT: gl.constexpr,
@@ -184,14 +213,7 @@ def scan_hopper_kernel(
     INITIAL: gl.constexpr, VALUES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `triton_scan.scan_kernel`; ..._d: tensor descriptors of one chunk's tile in [rows, columns]."""
-    part = gl.program_id(0) % (D // B)
-    h = gl.program_id(0) // (D // B) % H
-    n = gl.program_id(0) // (D // B) // H
-    begin = gl.load(cu + n).to(gl.int32)
-    end = gl.load(cu + n + 1).to(gl.int32)
-    c0 = gl.load(first_chunk + n)
-    count = gl.load(first_chunk + n + 1) - c0
-    token = begin - gl.load(shift + n)
+    part, h, n, begin, end, c0, count, token = place(first_chunk, cu, shift, H)
 
     w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, D], TILE)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, D], TILE)
@@ -214,18 +236,9 @@ def scan_hopper_kernel(
     if KEEP:
         S_s = gl.allocate_shared_memory(gl.bfloat16, [B, D], TILE)
         U_s = gl.allocate_shared_memory(gl.bfloat16, [64, B], TILE)
-    early = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    late = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    early_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    late_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(early.index(s), count=1)
-        mbarrier.init(late.index(s), count=1)
-        mbarrier.init(early_free.index(s), count=1)
-        mbarrier.init(late_free.index(s), count=1)
+    barriers = make_barriers()
     tiles = (w_s, q_s, k_s, A_s, P_s, v_s, decay_s)
     results = (o_s, S_s, U_s)
-    barriers = (early, late, early_free, late_free)
     gl.warp_specialize(
         [
             (consume, (tiles, results, barriers, o, initial, final, states, kept_S, kept_U, slots,
