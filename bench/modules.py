@@ -12,6 +12,7 @@ one that fails is recorded with its error.
 
 import argparse
 import importlib
+import importlib.metadata
 import json
 import platform
 import time
@@ -39,10 +40,10 @@ def versions() -> dict[str, str]:
     import triton
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    for peer in ("flash_attn", "flash_attn_interface", "flashinfer", "fla"):
+    for peer in ("flash-attn", "sgl-flash-mla", "flashinfer-python", "fla-core"):
         try:
-            found[peer] = str(getattr(importlib.import_module(peer), "__version__", "unknown"))
-        except ImportError:
+            found[peer] = importlib.metadata.version(peer)
+        except importlib.metadata.PackageNotFoundError:
             found[peer] = "not installed"
     return found
 

@@ -9,7 +9,7 @@ imported. The second command times forward and backward of a 12-layer model with
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,8 @@ Run = Callable[..., Any]
 
 def rows(
     device: torch.device | str = "cuda", tokens: int = T, count: int = 9, compiled: Sequence[str] = COMPILED
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row a case and implementation. compiled: the operations that torch.compile is tried on as well."""
-    result = []
     for name, shape, floors, inputs, outputs, runs in _operations(torch.device(device), tokens):
         if name in compiled:
             torch._dynamo.reset()
@@ -47,12 +46,12 @@ def rows(
         slopes = [torch.randn_like(y) for y in outputs]
         calls = {who: partial(_forward, run, inputs) for who, run in runs.items()}
         times = rounds(calls, count, graph=tokens_of(inputs) <= 64)
-        result += figures("attnres", f"{name} {shape}, forward", times, bytes_=floors[0])
+        yield from figures("attnres", f"{name} {shape}, forward", times, bytes_=floors[0])
         if len(floors) > 1:
             calls = {who: partial(_both, run, inputs, slopes) for who, run in runs.items()}
-            result += figures("attnres", f"{name} {shape}, forward+backward", rounds(calls, count), bytes_=sum(floors))
+            times = rounds(calls, count)
+            yield from figures("attnres", f"{name} {shape}, forward+backward", times, bytes_=sum(floors))
         torch.cuda.empty_cache()
-    return result
 
 
 def tokens_of(inputs: Tensors) -> int:
@@ -96,8 +95,12 @@ def _operations(device: torch.device, T: int) -> Any:
     yield from _inference(device, T)
     x, y, w = draw(T, D), draw(T, D), draw(D)
     runs = {"perilune": lambda x, w: rms_norm(x, w, EPS), "eager": lambda x, w: nnf.rms_norm(x, (D,), w, EPS)}
+    if fla:
+        runs["fla"] = lambda x, w: fla["rms_norm"](x, w, None, eps=EPS)
     yield "rms_norm", f"D {D}", (2 * unit, 3 * unit), [x, w], [x], runs
     runs = {"perilune": lambda x, y, w: add_rms_norm(x, y, w, EPS), "eager": _add_norm_eager}
+    if fla:
+        runs["fla"] = lambda x, y, w: fla["rms_norm"](x, w, None, residual=y, eps=EPS, prenorm=True)[::-1]
     yield "add_rms_norm", f"D {D}", (4 * unit, 4 * unit), [x, y, w], [x, x], runs
     x, gate, w, head = draw(T, H, V), draw(T, H, V), draw(V), T * H * V * 2
     runs = {"perilune": lambda x, w, g: gated_rms_norm(x, w, g, EPS), "eager": _gated_eager}
@@ -173,9 +176,10 @@ def _fla() -> dict[str, Run]:
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.modules.norm.fused_norm_gate import rms_norm_gated
+        from fla.modules.norm.layernorm import rms_norm as fla_rms_norm
     except ImportError:
         return {}
-    return {"causal_conv1d": causal_conv1d, "rms_norm_gated": rms_norm_gated}
+    return {"causal_conv1d": causal_conv1d, "rms_norm_gated": rms_norm_gated, "rms_norm": fla_rms_norm}
 
 
 def training_rows(device: torch.device | str = "cuda", count: int = 5) -> list[dict[str, Any]]:

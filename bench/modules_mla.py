@@ -2,12 +2,14 @@
 
 Attention is counted on real FLOPs: 2 (192 + 128) a visible pair forward, 2 (3 x 192 + 2 x 128) backward. 65536 tokens
 run with 16 heads of the 96 to save time. Decode moves 1152 bytes a cached token (576 in fp8) and multiplies
-2 (576 + 512) a head and token: at 96 heads both floors meet. Peers: cuDNN and FlashAttention-2 inside torch.
+2 (576 + 512) a head and token: at 96 heads both floors meet. Peers: cuDNN and FlashAttention-2 inside torch, and
+FlashMLA's dense decode for Hopper where it can be imported (the wheel sgl-flash-mla has it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as nnf
@@ -80,6 +82,18 @@ def attention_rows(lengths: Sequence[int], heads: int) -> list[dict[str, object]
     return out + figures("mla", f"attention forward + backward, {case}", times, both)
 
 
+def flash_mla(
+    q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, drafts: int
+) -> Callable[[], object]:
+    """FlashMLA on the same tensors; its schedule is made in the first call and kept."""
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache
+
+    schedule = FlashMLASchedMeta()
+    q = q.view(len(lengths), drafts, *q.shape[1:])
+    options = {"softmax_scale": SCALE, "causal": drafts > 1, "use_legacy": True}
+    return lambda: flash_mla_with_kvcache(q, pages[:, :, None], table, lengths, RANK, schedule, **options)
+
+
 def decode_rows(count: int, context: int, heads: int, drafts: int, dtype: torch.dtype) -> list[dict[str, object]]:
     needed = context // PAGE
     pages = draw(count * needed, PAGE, ROW).to(dtype)
@@ -87,26 +101,28 @@ def decode_rows(count: int, context: int, heads: int, drafts: int, dtype: torch.
     lengths = torch.full((count,), context, dtype=torch.int32, device="cuda")
     q = draw(count * drafts, heads, ROW)
     split = choose_split(count, context, drafts * heads)
-    call = {"perilune": lambda: paged_attention(q, pages, table, lengths, SCALE, drafts, split=split)}
+    calls: dict[str, Callable[[], object]] = {
+        "perilune": lambda: paged_attention(q, pages, table, lengths, SCALE, drafts, split=split)
+    }
+    if dtype == torch.bfloat16 and importlib.util.find_spec("flash_mla"):
+        calls["FlashMLA"] = flash_mla(q, pages, table, lengths, drafts)
     flop = 2 * (ROW + RANK) * heads * drafts * count * context
     case = f"decode, {count} sequences of {context} tokens, {heads} heads, {drafts} drafts, {str(dtype)[6:]} rows"
-    times = rounds(call, 7, graph=True)
+    times = rounds(calls, 7, graph=True)
     return figures("mla", case, times, flop, count * context * ROW * pages.element_size(), note=f"split {split}")
 
 
-def rows(device: torch.device) -> list[dict[str, object]]:
+def rows(device: torch.device) -> Iterator[dict[str, object]]:
     """Every figure, one dict an implementation and case."""
-    out: list[dict[str, object]] = []
     with torch.cuda.device(device):
         for lengths, heads in TRAINING:
-            out += attention_rows(lengths, heads)
+            yield from attention_rows(lengths, heads)
             torch.cuda.empty_cache()
         for count, context in DECODE:
-            out += decode_rows(count, context, HEADS, 1, torch.bfloat16)
+            yield from decode_rows(count, context, HEADS, 1, torch.bfloat16)
         for heads, drafts, dtype in (
             (32, 1, torch.bfloat16),
             (HEADS, 2, torch.bfloat16),
             (HEADS, 1, torch.float8_e4m3fn),
         ):
-            out += decode_rows(64, 8192, heads, drafts, dtype)
-    return out
+            yield from decode_rows(64, 8192, heads, drafts, dtype)

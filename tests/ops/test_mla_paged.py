@@ -20,6 +20,7 @@ from perilune.ops.mla import (
     paged_attention,
     prefix_attention,
 )
+from perilune.ops.mla.paged_cuda import Shape
 
 H, RANK, L, S = 3, 16, 24, 8
 SCALE = 0.31
@@ -275,7 +276,7 @@ def expand_all(expand, fresh: list[torch.Tensor], piece: int):
 def test_chosen_splits_fill_the_device_and_bound_the_parts(sequences: int, context: int) -> None:
     for rows in (12, 96, 192):
         split = choose_split(sequences, context, rows)
-        parts, blocks = -(-context // split), -(-rows // 96)
+        parts, blocks = -(-context // split), Shape.of(rows).blocks
         assert split % 64 == 0
         assert split >= 64
         assert parts <= 132
@@ -284,7 +285,7 @@ def test_chosen_splits_fill_the_device_and_bound_the_parts(sequences: int, conte
         assert waves * (split + 256) <= -(-sequences * blocks // 132) * (context + 63 + 256)
         if context >= 8192:
             assert sequences * blocks * context / (132 * waves * split) > 0.45
-    assert choose_split(64, 8192, 96) == 4096
+    assert choose_split(64, 8192, 96) == 8192
 
 
 def test_refusals() -> None:

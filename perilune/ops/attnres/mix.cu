@@ -92,14 +92,15 @@ __device__ __forceinline__ void store(bf16 *row, const Half &x) {
 __device__ __forceinline__ float at(const Half &x, int i) { return i & 1 ? high(x.pair[i / 2]) : low(x.pair[i / 2]); }
 __device__ __forceinline__ int place(int i) { return 8 * (threadIdx.x + LANES * (i / 8)) + i % 8; }
 
-__device__ __forceinline__ float warp_sum(float x) {
+// Over the 2 STEP lanes that differ in the last bits alone.
+template <int STEP = 16> __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
+  for (int step = STEP; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
   return x;
 }
-__device__ __forceinline__ float warp_most(float x) {
+template <int STEP> __device__ __forceinline__ float warp_most(float x) {
 #pragma unroll
-  for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
+  for (int step = STEP; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
   return x;
 }
 // The warp's sums of P values at once: lane l returns that of value l % P.
@@ -215,9 +216,9 @@ __device__ __forceinline__ float block_sum(Shared &shared, float x) {
 // A token's weights from its scores, lane i that of source i; lanes past N get 0.
 __device__ __forceinline__ float softmax(float s) {
   bool mine = (threadIdx.x & 31) < N;
-  float largest = warp_most(mine ? s : -3.4e38f);
-  float e = mine ? __expf(s - largest) : 0.f;
-  return e / warp_sum(e);
+  float largest = warp_most<PADDED / 2>(mine ? s : -3.4e38f);
+  float e = mine ? __expf(s - largest) : 0.f, sum = warp_sum<PADDED / 2>(e);
+  return mine ? e / sum : 0.f;
 }
 __device__ __forceinline__ float product(const Arguments &a, int i) {
   return inside(i / 8) ? load1(a.norm_w + place(i)) * load1(a.query_w + place(i)) : 0.f;

@@ -23,7 +23,7 @@ from perilune.ops.conv.triton_kernels import (
 from perilune.ops.sequences import Sequences
 
 # Tokens of a span, channels of a block and its warps.
-TOKENS, CHANNELS, WARPS = 64, 256, 1
+TOKENS, CHANNELS, WARPS = 64, 128, 1
 SPAN, BACKWARD_CHANNELS, BACKWARD_WARPS = 128, 256, 1
 
 

@@ -26,13 +26,22 @@ def _input(u_TC, stride, window_N3C, n, t, first, cols, inside, C, WINDOW: tl.co
     return x
 
 
+@triton.jit
+def _taps(w0, w1, w2, w3, x0, x1, x2, x3):
+    """Fused by hand: copies of the loop's body must not be free to round in different places."""
+    return tl.fma(w3, x0, tl.fma(w2, x1, tl.fma(w1, x2, w0 * x3)))
+
+
 @triton.jit(do_not_specialize=["T"])
 def conv_kernel(
     u_TC, w_CW, window_N3C, ids_T, bounds_2T, y_TC,
     T, C, stride,
     S: tl.constexpr, B: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A span of S tokens one after the other by B channels; the last three inputs stay in registers."""
+    """A span of S tokens one after the other by B channels; the last three inputs stay in registers.
+
+    Four tokens a round, so that inputs need not move from register to register.
+    """
     start = tl.program_id(0).to(tl.int64) * S
     cols = tl.program_id(1) * B + tl.arange(0, B)
     inside = cols < C
@@ -43,10 +52,12 @@ def conv_kernel(
     zero = tl.zeros((B,), tl.float32)
     x1, x2, x3 = zero, zero, zero
     x_next = tl.load(u_TC + start * stride + cols, inside & (start < T), 0.0)
-    for k in tl.range(0, S):
+    x_then = tl.load(u_TC + (start + 1) * stride + cols, inside & (start + 1 < T), 0.0)
+    first_next = tl.load(bounds_2T + start, start < T, 0).to(tl.int64)
+    for k in tl.range(0, S, loop_unroll_factor=4):
         t = start + k
         alive = t < T
-        first = tl.load(bounds_2T + t, alive, 0).to(tl.int64)
+        first = first_next
         here = inside & alive
         if (k == 0) | (t == first):
             n = tl.load(ids_T + t, alive, 0).to(tl.int64) if WINDOW else 0
@@ -54,10 +65,11 @@ def conv_kernel(
             x2 = _input(u_TC, stride, window_N3C, n, t - 2, first, cols, here, C, WINDOW)
             x3 = _input(u_TC, stride, window_N3C, n, t - 3, first, cols, here, C, WINDOW)
         x0 = x_next.to(tl.float32)
-        # Under way while this token is worked on.
-        x_next = tl.load(u_TC + (t + 1) * stride + cols, inside & (t + 1 < T), 0.0)
-        # One expression for every token: a second would be free to round in other places.
-        z = w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+        # Under way while this token and the next are worked on.
+        x_next = x_then
+        x_then = tl.load(u_TC + (t + 2) * stride + cols, inside & (t + 2 < T), 0.0)
+        first_next = tl.load(bounds_2T + t + 1, t + 1 < T, 0).to(tl.int64)
+        z = _taps(w0, w1, w2, w3, x0, x1, x2, x3)
         tl.store(y_TC + t * C + cols, divide(z, 1 + exp(tl.minimum(-z, 80.0))).to(y_TC.dtype.element_ty), here)
         x3, x2, x1 = x2, x1, x0
 
@@ -66,7 +78,7 @@ def conv_kernel(
 def _slope(z):
     """silu'(z) = s (1 + z (1 - s))."""
     s = divide(1.0, 1 + exp(tl.minimum(-z, 80.0)))
-    return s * (1 + z * (1 - s))
+    return s * tl.fma(z, 1 - s, 1.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -91,10 +103,11 @@ def conv_backward_kernel(
     x1, x2, x3 = zero, zero, zero
     x_next = tl.load(u_TC + start * stride + cols, inside & (start < T), 0.0)
     d_y_next = tl.load(d_y_TC + start * d_stride + cols, inside & (start < T), 0.0)
+    first_next = tl.load(bounds_2T + start, start < T, 0).to(tl.int64)
     for k in tl.range(0, S + 3):
         t = start + k
         alive = t < T
-        first = tl.load(bounds_2T + t, alive, 0).to(tl.int64)
+        first = first_next
         n = tl.load(ids_T + t, alive, 0).to(tl.int64) if WINDOW or AFTER else 0
         here = inside & alive
         if (k == 0) | (t == first):
@@ -105,20 +118,21 @@ def conv_backward_kernel(
         # Under way while this token is worked on.
         x_next = tl.load(u_TC + (t + 1) * stride + cols, inside & (t + 1 < T), 0.0)
         d_y_next = tl.load(d_y_TC + (t + 1) * d_stride + cols, inside & (t + 1 < T), 0.0)
-        dz = d_y * _slope(w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0)
+        first_next = tl.load(bounds_2T + t + 1, t + 1 < T, 0).to(tl.int64)
+        dz = d_y * _slope(_taps(w0, w1, w2, w3, x0, x1, x2, x3))
         if k < S:
-            d_w0 += dz * x3
-            d_w1 += dz * x2
-            d_w2 += dz * x1
-            d_w3 += dz * x0
+            d_w0 = tl.fma(dz, x3, d_w0)
+            d_w1 = tl.fma(dz, x2, d_w1)
+            d_w2 = tl.fma(dz, x1, d_w2)
+            d_w3 = tl.fma(dz, x0, d_w3)
         if t - first >= 3:
-            d1 += dz * w2
-            d2 += dz * w1
-            d3 += dz * w0
+            d1 = tl.fma(dz, w2, d1)
+            d2 = tl.fma(dz, w1, d2)
+            d3 = tl.fma(dz, w0, d3)
         else:
             # Token t - j belongs to the same document when it is not before its first row.
-            d1 += tl.where(t - 1 >= first, dz * w2, 0.0)
-            d2 += tl.where(t - 2 >= first, dz * w1, 0.0)
+            d1 = tl.where(t - 1 >= first, tl.fma(dz, w2, d1), d1)
+            d2 = tl.where(t - 2 >= first, tl.fma(dz, w1, d2), d2)
         if k >= 3:
             _store(d_u_TC, d_after_N3C, ids_T, bounds_2T, d3, t - 3, T, cols, inside, C, AFTER)
         d3, d2, d1 = d2, d1, dz * w3

@@ -80,10 +80,11 @@ def paged_attention(
 def choose_split(sequences: int, context: int, rows: int, processors: int = 132) -> int:
     """A good `split` for batches of `sequences` with up to `context` cached tokens; rows = drafts * heads.
 
-    Fills the multiprocessors in whole waves (a program holds up to 96 rows and a multiprocessor one program) with few
-    parts to merge. Sums depend on the split, so where numbers must not depend on the batch choose it once and keep it.
+    Fills the multiprocessors in whole waves (a program of latent.cu holds up to 48 rows, a multiprocessor one program)
+    with few parts to merge. Sums depend on the split, so where numbers must not depend on the batch choose it once and
+    keep it.
     """
-    blocks = -(-rows // 96)
+    blocks = paged_cuda.Shape.of(rows).blocks
     best, split = float("inf"), 64
     for parts in range(1, min(processors, -(-context // 128)) + 1):
         tokens = -(-context // (64 * parts)) * 64

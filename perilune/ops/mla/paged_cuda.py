@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_uint64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from perilune.ops import nvrtc
 from perilune.ops.mla.tensor_map import tensor_map
 
 RANK, WIDTH, TILE = 512, 576, 64
+MAX_ROWS = 48
 THREADS = 384
 SHARED_BYTES = 232_448
-SOURCES = (Path(__file__).parent / "wgmma.cuh", Path(__file__).parent / "latent.cu")
+SOURCES = tuple(Path(__file__).parent / name for name in ("wgmma.cuh", "cluster.cuh", "latent.cu"))
 _POINTERS = ("q", "table", "lengths", "o", "lse", "part", "part_lse")
 _NUMBERS = ("table_width", "heads", "drafts", "blocks", "splits", "size", "page")
 
@@ -39,6 +41,28 @@ class _Arguments(ctypes.Structure):
     """`struct Arguments` of latent.cu, field by field."""
 
     _fields_ = _FIELDS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the query rows of a sequence are divided: `blocks` of `rows`, of which `cluster` share what they read."""
+
+    rows: int
+    blocks: int
+    cluster: int
+
+    @classmethod
+    def of(cls, shared: int) -> Shape:
+        blocks = -(-shared // MAX_ROWS)
+        blocks += blocks > 1 and blocks % 2
+        return cls(-(-shared // (16 * blocks)) * 16, blocks, min(blocks, 2))
+
+    def defines(self, eight: bool) -> tuple[tuple[str, str], ...]:
+        """The macros of latent.cu; the ring of chunks takes what queries, weights and barriers leave free."""
+        raw = 4 if eight else 0
+        ring = min((SHARED_BYTES - (11 * 128 + 12) * self.rows - raw * (4096 + 16) - 48) // (8192 + 16), 24)
+        values = {"ROWS": self.rows, "CLUSTER": self.cluster, "RING": ring, "EIGHT": int(eight), "RAW": raw}
+        return tuple((name, str(value)) for name, value in values.items())
 
 
 def why_not(q_THL: torch.Tensor, pages_PSL: torch.Tensor, rank: int) -> str | None:
@@ -70,24 +94,24 @@ def split_parts(
     """Fill out = o_THC, lse_TH (sequences of one split), part [N, X, drafts * H, C], part_lse (the others)."""
     o_THC, lse_TH, part, part_lse = out
     count, heads = table_NM.shape[0], q_THL.shape[1]
-    shared = drafts * heads
-    blocks = -(-shared // 96)
-    rows = (shared + 32 * blocks - 1) // (32 * blocks) * 32
+    eight = pages_PSL.element_size() == 1
+    shape = Shape.of(drafts * heads)
     splits = max(1, part.shape[1])
-    with torch.cuda.device(q_THL.device):
-        arguments = _Arguments(tensor_map(pages_PSL, pages_PSL.shape[0] * pages_PSL.shape[1], WIDTH, WIDTH, TILE))
-        for name, x in zip(_POINTERS, (q_THL, table_NM, lengths_N, o_THC, lse_TH, part, part_lse), strict=True):
-            setattr(arguments, name, x.data_ptr())
-        numbers = (table_NM.shape[1], heads, drafts, blocks, splits, split, pages_PSL.shape[1])
-        for name, number in zip(_NUMBERS, numbers, strict=True):
-            setattr(arguments, name, number)
-        arguments.scale, arguments.row_scale = scale, row_scale
-        eight = pages_PSL.element_size() == 1
-        raw = 5 if eight else 0
-        ring = min((SHARED_BYTES - 10 * rows * 128 - 5120 - raw * 4096) // 8192, 24)
-        defines = (("ROWS", str(rows)), ("RING", str(ring)), ("EIGHT", str(int(eight))), ("RAW", str(raw)))
-        kernel = nvrtc.load(SOURCES, "latent", defines, SHARED_BYTES, torch.cuda.current_device())
-        nvrtc.launch(kernel, (blocks * splits, count), THREADS, SHARED_BYTES, arguments)
+    rows = pages_PSL.shape[0] * pages_PSL.shape[1]
+    arguments = _Arguments(tensor_map(pages_PSL, rows, WIDTH, WIDTH, TILE // shape.cluster))
+    for name, x in zip(_POINTERS, (q_THL, table_NM, lengths_N, o_THC, lse_TH, part, part_lse), strict=True):
+        setattr(arguments, name, x.data_ptr())
+    numbers = (table_NM.shape[1], heads, drafts, shape.blocks, splits, split, pages_PSL.shape[1])
+    for name, number in zip(_NUMBERS, numbers, strict=True):
+        setattr(arguments, name, number)
+    arguments.scale, arguments.row_scale = scale, row_scale
+    with torch.cuda.device_of(q_THL):
+        _launch(shape.defines(eight), (shape.blocks * splits, count), arguments)
+
+
+def _launch(defines: tuple[tuple[str, str], ...], grid: tuple[int, int], arguments: _Arguments) -> None:
+    kernel = nvrtc.load(SOURCES, "latent", defines, SHARED_BYTES, torch.cuda.current_device())
+    nvrtc.launch(kernel, grid, THREADS, SHARED_BYTES, arguments)
 
 
 __all__ = ["split_parts", "why_not"]

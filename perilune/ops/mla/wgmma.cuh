@@ -23,12 +23,6 @@ __device__ __forceinline__ bool done(u64 *b, u32 parity) {
                  : "=r"(yes) : "r"(shared_address(b)), "r"(parity) : "memory");
     return yes;
 }
-__device__ __forceinline__ bool done_now(u64 *b, u32 parity) {
-    u32 yes;
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(yes) : "r"(shared_address(b)), "r"(parity) : "memory");
-    return yes;
-}
 __device__ __forceinline__ void wait(u64 *b, u32 parity) { while (!done(b, parity)) {} }
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -59,65 +53,51 @@ __device__ __forceinline__ void copy(const TensorMap &map, u32 to, int column, i
                  :: "r"(to), "l"((u64)&map), "r"(column), "r"(row), "r"(shared_address(bar)) : "memory");
 }
 
-__device__ __forceinline__ void mma_s(float (&d)[8], u64 a, u64 b, int keep) {
+template <int BY_COLUMNS> __device__ __forceinline__ void mma(float (&d)[8], u64 a, u64 b, int keep) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7 "
-                 "}, %8, %9, p, 1, 1, 0, 0; }"
+                 "}, %8, %9, p, 1, 1, %11, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "l"(a), "l"(b), "r"(keep));
+                 : "l"(a), "l"(b), "r"(keep), "n"(BY_COLUMNS));
 }
 
-__device__ __forceinline__ void mma_s(float (&d)[16], u64 a, u64 b, int keep) {
+template <int BY_COLUMNS> __device__ __forceinline__ void mma(float (&d)[16], u64 a, u64 b, int keep) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
-                 "}, %16, %17, p, 1, 1, 0, 0; }"
+                 "}, %16, %17, p, 1, 1, %19, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15])
-                 : "l"(a), "l"(b), "r"(keep));
+                 : "l"(a), "l"(b), "r"(keep), "n"(BY_COLUMNS));
 }
 
-__device__ __forceinline__ void mma_s(float (&d)[24], u64 a, u64 b, int keep) {
+template <int BY_COLUMNS> __device__ __forceinline__ void mma(float (&d)[24], u64 a, u64 b, int keep) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
                  "%21, %22, %23 "
-                 "}, %24, %25, p, 1, 1, 0, 0; }"
+                 "}, %24, %25, p, 1, 1, %27, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
                    "+f"(d[22]), "+f"(d[23])
-                 : "l"(a), "l"(b), "r"(keep));
+                 : "l"(a), "l"(b), "r"(keep), "n"(BY_COLUMNS));
 }
 
-__device__ __forceinline__ void mma_o(float (&d)[8], u64 a, u64 b, int keep) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7 "
-                 "}, %8, %9, p, 1, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "l"(a), "l"(b), "r"(keep));
-}
-
-__device__ __forceinline__ void mma_o(float (&d)[16], u64 a, u64 b, int keep) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
-                 "}, %16, %17, p, 1, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-                   "+f"(d[15])
-                 : "l"(a), "l"(b), "r"(keep));
-}
-
-__device__ __forceinline__ void mma_o(float (&d)[24], u64 a, u64 b, int keep) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+template <int BY_COLUMNS> __device__ __forceinline__ void mma(float (&d)[32], u64 a, u64 b, int keep) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-                 "%21, %22, %23 "
-                 "}, %24, %25, p, 1, 1, 1, 0; }"
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+                 "}, %32, %33, p, 1, 1, %35, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-                   "+f"(d[22]), "+f"(d[23])
-                 : "l"(a), "l"(b), "r"(keep));
+                   "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+                   "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "l"(a), "l"(b), "r"(keep), "n"(BY_COLUMNS));
 }
+
+template <int N> __device__ __forceinline__ void mma_s(float (&d)[N], u64 a, u64 b, int keep) { mma<0>(d, a, b, keep); }
+template <int N> __device__ __forceinline__ void mma_o(float (&d)[N], u64 a, u64 b, int keep) { mma<1>(d, a, b, keep); }
 
 __device__ __forceinline__ void mma_rows(float (&d)[64], u64 a, u64 b, int keep) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
@@ -155,19 +135,6 @@ __device__ __forceinline__ void mma_values(float (&d)[64], u32 a0, u32 a1, u32 a
                    "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
                    "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-__device__ __forceinline__ void mma_s(float (&d)[32], u64 a, u64 b, int keep) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
-                 "}, %32, %33, p, 1, 1, 0, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-                   "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-                   "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-                   "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(keep));
 }
 
 __device__ __forceinline__ void mma_values(float (&d)[96], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
