@@ -9,19 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perilune.serve.answer import Answer
+    from perilune.serve.async_llm import AsyncLLM, Delta
     from perilune.serve.cache import Chain, Geometry, PrefixCache
     from perilune.serve.config import EngineConfig
     from perilune.serve.engine import Engine, Hold
-    from perilune.serve.llm import LLM, Answer
+    from perilune.serve.llm import LLM
+    from perilune.serve.replicas import Replicas
     from perilune.serve.request import Logprob, Output, Params
     from perilune.serve.segment import Segment
     from perilune.serve.speculate import Drafter, NgramDrafter
 
 _HOMES = {
+    "perilune.serve.answer": ("Answer",),
+    "perilune.serve.async_llm": ("AsyncLLM", "Delta"),
     "perilune.serve.cache": ("Chain", "Geometry", "PrefixCache"),
     "perilune.serve.config": ("EngineConfig",),
     "perilune.serve.engine": ("Engine", "Hold"),
-    "perilune.serve.llm": ("LLM", "Answer"),
+    "perilune.serve.llm": ("LLM",),
+    "perilune.serve.replicas": ("Replicas",),
     "perilune.serve.request": ("Logprob", "Output", "Params"),
     "perilune.serve.segment": ("Segment",),
     "perilune.serve.speculate": ("Drafter", "NgramDrafter"),
@@ -39,7 +45,9 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "LLM",
     "Answer",
+    "AsyncLLM",
     "Chain",
+    "Delta",
     "Drafter",
     "Engine",
     "EngineConfig",
@@ -50,5 +58,6 @@ __all__ = [
     "Output",
     "Params",
     "PrefixCache",
+    "Replicas",
     "Segment",
 ]

@@ -59,17 +59,18 @@ class Admission:
         return request.length - 1
 
     def order(self, waiting: Sequence[Request], version: int, now: float) -> list[Request]:
-        """Overdue ones by arrival, then parked ones, then the longest hit; a second of waiting is worth some tokens."""
-        first = nsmallest(WINDOW, waiting, key=lambda request: request.arrival)
+        """The highest priority first. Among equals overdue ones by arrival, then parked ones, then the longest hit; a
+        second of waiting is worth some tokens."""
+        first = nsmallest(WINDOW, waiting, key=lambda request: (-request.priority, request.arrival))
         keys = {}
         for request in first:
             hit = self.cache.match(self.chain(request, version), self.limit(request)).depth
             if self.overdue(request, now):
-                keys[request.id] = (0, request.arrival, request.id)
+                keys[request.id] = (-request.priority, 0, request.arrival, request.id)
             else:
                 parked = request.state is State.PARKED
                 worth = hit + self.config.ageing * (now - request.arrival)
-                keys[request.id] = (1 if parked else 2, -worth, request.id)
+                keys[request.id] = (-request.priority, 1 if parked else 2, -worth, request.id)
         return sorted(first, key=lambda request: keys[request.id])
 
     def fits(self, request: Request, active: Sequence[Request]) -> bool:

@@ -32,7 +32,7 @@ def update_weights(
         raise Error(f"running is {running!r}; allowed: 'recompute', 'keep', 'abort'")
     if engine.asleep:
         raise Error(f"the engine sleeps at level {engine.asleep}; wake it first")
-    own, before = engine.model.state_dict(), engine.incomplete
+    own, before = engine.runner.weights(), engine.incomplete
     if isinstance(weights, Collection):
         for name, value in weights:
             _fits(own, name, value)
@@ -44,7 +44,7 @@ def update_weights(
     with torch.no_grad():
         for name, value in weights:
             _fits(own, name, value)
-            own[name].copy_(value)
+            engine.runner.put_weight(name, value)
             replaced.add(name)
     _complete(own, replaced, before)
     engine.runner.refresh()
@@ -79,10 +79,8 @@ def sleep(engine: Engine, level: int = 1) -> None:
         raise Error(f"the engine sleeps at level {engine.asleep} already")
     engine.land()
     engine.scheduler.drop_all(engine.clock())
-    engine.pools.release()
-    engine.runner.release()
+    engine.runner.release(weights=level == 2)
     if level == 2:
-        engine.model.to_empty(device="meta")
         engine.incomplete = "the weights were dropped by sleep(2); update_weights with all of them"
     if engine.pools.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -93,10 +91,7 @@ def wake(engine: Engine) -> None:
     """Take the memory again. After level 2, `update_weights` with all weights comes next. Raises Error if awake."""
     if not engine.asleep:
         raise Error("the engine does not sleep")
-    if engine.asleep == 2:
-        engine.model.to_empty(device=engine.pools.device)
-    engine.pools.take()
-    engine.runner.take()
+    engine.runner.take(weights=engine.asleep == 2)
     engine.asleep = 0
 
 

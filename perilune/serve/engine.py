@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from math import isnan
-from typing import Any
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,23 +22,18 @@ from perilune.model import Stats, Transformer
 from perilune.serve import sampling, segment
 from perilune.serve.cache import Chain, Lease, PrefixCache, check_integrity, live
 from perilune.serve.config import EngineConfig
+from perilune.serve.holds import Hold
+from perilune.serve.incoming import new_request
 from perilune.serve.pools import Layout, Pools
-from perilune.serve.request import Output, Params, Request, token_ids
+from perilune.serve.request import Output, Params
 from perilune.serve.runner import runner_for
 from perilune.serve.scheduler import Scheduler
 from perilune.serve.segment import Segment
-from perilune.serve.speculate import Drafter, NgramDrafter, Width
+from perilune.serve.speculate import Drafter, NgramDrafter, Speculation
 from perilune.serve.work import Chunk
 
-
-@dataclass(frozen=True)
-class Hold:
-    """A client's lease on the prefix `tokens`, which stays on the device until its end, its time, or new weights."""
-
-    number: int
-    tokens: tuple[int, ...]
-    salt: str
-    version: int
+if TYPE_CHECKING:
+    from perilune.serve.ranks.lead import Ranks
 
 
 @dataclass
@@ -57,7 +52,7 @@ class Engine:
     """A model, its memory and its requests.
 
     clock: seconds, for deadlines, waiting times and measured step times. drafter: guesses tokens where
-    config.drafts > 0 (default: prompt lookup).
+    config.drafts > 0 (default: prompt lookup). ranks: the processes that share the model, which is this one's part.
     Raises Error for a model or a configuration that cannot be served.
     """
 
@@ -67,6 +62,7 @@ class Engine:
         config: EngineConfig,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model, self.config, self.clock = model.eval(), config, clock
         weight = model.lm_head.weight
@@ -76,13 +72,12 @@ class Engine:
         if pages[0] < 1:
             raise Error(f"engine.arena_bytes is {config.arena_bytes}; one page needs {geometry.page_bytes}")
         self.pools = Pools(self.layout, pages[0], pages[1], weight.device)
-        self.runner = runner_for(model, self.pools, config)
+        self.runner, self.ranks = runner_for(model, self.pools, config, ranks), ranks
         self.cache = PrefixCache(
-            geometry, config.arena_bytes, config.host_bytes, config.placement, config.eviction, self.pools.move
+            geometry, config.arena_bytes, config.host_bytes, config.placement, config.eviction, self.runner.move
         )
-        self.drafter = drafter or NgramDrafter()
-        self.width = Width(config.drafts)
-        self.scheduler = Scheduler(config, self.cache, self.runner, self._propose)
+        self.speculation = Speculation(drafter or NgramDrafter(), config.drafts, model.config.vocab_size)
+        self.scheduler = Scheduler(config, self.cache, self.runner, self.speculation.propose)
         self.counters = self.scheduler.counters
         self.paused = self.idle = False  # idle: the last step had nothing to compute
         self.asleep = 0
@@ -91,6 +86,7 @@ class Engine:
         self._landed: list[Output] = []
         self._lock, self._late = threading.Lock(), list[int]()  # late: ids to abort when the running step is over
         self._ids = count()
+        self.name = token_hex(8)
 
     # --- requests
 
@@ -106,46 +102,32 @@ class Engine:
         hold: float | None = None,
         stop: Callable[[int], bool] | None = None,
         mask: Callable[[Sequence[int]], Any] | None = None,
+        priority: int = 0,
         remote: bool = False,
     ) -> int:
         """Put a request into the queue; its id. Fields as in `Request`; deadline and hold in seconds from now.
 
         Raises Error for tokens outside the vocabulary, too long a request, or one that no memory could hold.
         """
-        vocabulary, now = self.model.config.vocab_size, self.clock()
-        tokens = token_ids("tokens", tokens)
-        for name, seconds in (("deadline", deadline), ("hold", hold)):
-            if seconds is not None and (isnan(seconds) or (name == "hold" and seconds < 0)):
-                raise Error(f"{name} is {seconds}; must be seconds from now, >= 0 for hold")
-        if not tokens:
-            raise Error("tokens is empty; needs at least one token (a beginning-of-sequence token, say)")
-        named = (("tokens", tokens), ("stop_ids", params.stop_ids), ("logit_bias", list(params.logit_bias)))
-        for name, ids in named:
-            for token in (min(ids), max(ids)) if ids else ():
-                if not 0 <= token < vocabulary:
-                    raise Error(f"{name} holds id {token}; the vocabulary is 0..{vocabulary - 1}")
-        longest = self.model.config.max_position_embeddings
-        if len(tokens) + params.max_tokens > longest:
-            raise Error(f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} exceed {longest} positions")
-        id = next(self._ids)
-        seed = params.seed if params.seed is not None else hash((self.config.seed, id))
-        request = Request(
-            id,
+        request = new_request(
+            next(self._ids),
             tokens,
             params,
-            now,
-            salt,
-            turn,
-            tuple(marks),
-            None if deadline is None else now + deadline,
-            hold,
-            stop,
-            mask,
-            seed,
+            self.model.config,
+            self.clock(),
+            self.config.seed,
+            salt=salt,
+            turn=turn,
+            marks=marks,
+            deadline=deadline,
+            hold=hold,
+            stop=stop,
+            mask=mask,
+            priority=priority,
         )
         with self._alone():
             self.scheduler.add(request, remote)
-        return id
+        return request.id
 
     def abort(self, id: int) -> None:
         """End a request; the next `step` gives its last output. Unknown or ended ids are ignored.
@@ -217,43 +199,53 @@ class Engine:
         chain = Chain.of(list(tokens), self.config.match_unit, salt, self.scheduler.version)
         if not seconds >= 0:
             raise Error(f"seconds is {seconds}; must be >= 0")
-        number = self.scheduler.holds.take(chain, self.clock(), seconds, len(tokens))
-        return self.held(number, tokens, salt)
+        return self.held(self.scheduler.holds.take(chain, self.clock(), seconds, len(tokens)), tokens, salt)
 
     def held(self, number: int, tokens: Sequence[int], salt: str = "") -> Hold:
         """The hold of a number, as `Output.hold` gives it; tokens: of the request, prompt and answer."""
         lease = self._lease(number)
-        return Hold(number, tuple(tokens[: lease.depth]), salt, self.scheduler.version)
+        return Hold(number, tuple(tokens[: lease.depth]), salt, self.scheduler.version, self.name)
 
     def fork(self, hold: Hold, copies: int) -> list[Hold]:
         """So many more holds of the same prefix, each to be released by itself. Raises Error for one that has ended."""
-        leases = self.cache.fork(self._lease(hold.number), copies)
+        leases = self.cache.fork(self._lease(self._mine(hold)), copies)
         return [replace(hold, number=self.scheduler.holds.keep(lease)) for lease in leases]
 
     def renew(self, hold: Hold, seconds: float) -> None:
         """Move the end of a hold to so long from now. Raises Error for one that has ended."""
         if not seconds >= 0:
             raise Error(f"seconds is {seconds}; must be >= 0")
-        self._lease(hold.number).deadline = self.clock() + seconds
+        self._lease(self._mine(hold)).deadline = self.clock() + seconds
 
     def release(self, hold: Hold) -> None:
-        """Give up a hold. One that has ended is ignored."""
-        self.scheduler.holds.give_back(hold.number)
+        """Give up a hold. One that has ended is ignored. Raises Error for another engine's."""
+        self.scheduler.holds.give_back(self._mine(hold))
 
     def export(self, hold: Hold) -> Segment:
         """The bytes of a held prefix: see `segment`. Raises Error for a hold that has ended, or of nothing."""
-        lease = self._lease(hold.number)
+        self._one_process()
+        lease = self._lease(self._mine(hold))
         return segment.export(self.pools, self.cache, lease, hold.tokens, hold.salt, hold.version)
 
     def put(self, value: Segment) -> int:
         """Take another engine's segment into the cache; how many tokens it makes reusable. Raises as `segment.put`."""
         if self.asleep:
             raise Error(f"the engine sleeps at level {self.asleep}; wake it first")
+        self._one_process()
         return segment.put(self.pools, self.cache, value, self.scheduler.version, self.clock(), self.config.exact)
 
     def delivered(self, id: int) -> None:
         """A request added with `remote=True` waits no longer, whether its segment came or not."""
         self.scheduler.delivered(id)
+
+    def _one_process(self) -> None:
+        if self.ranks is not None:
+            raise Error("no process of this engine has a whole state; allowed: segments of engines without ranks")
+
+    def _mine(self, hold: Hold) -> int:
+        if hold.engine != self.name:
+            raise Error(f"hold {hold.number} is of engine {hold.engine}; this is engine {self.name}")
+        return hold.number
 
     def _lease(self, number: int) -> Lease:
         lease = self.scheduler.holds.get(number)
@@ -312,7 +304,7 @@ class Engine:
             return None
         places = {chunk.request.id: i for i, chunk in enumerate(flight.chunks)}
         rows = [places[chunk.request.id] for chunk in chunks]
-        tokens_T = tokens_R if len(rows) == len(tokens_R) else tokens_R[rows]
+        tokens_T = sampling.take(tokens_R, rows)
         x_RD = self.runner.forward(chunks, None, tokens_T)
         drawn = sampling.start(chunks, x_RD, self.runner.head, ahead=1)
         return Flight(chunks, drawn, None)
@@ -320,29 +312,15 @@ class Engine:
     def _land(self, flight: Flight) -> list[Output]:
         results = flight.drawn.results()
         if flight.begin is not None and flight.chunks:
-            self._observe(flight.chunks, time.perf_counter() - flight.begin)
+            self.speculation.observe(flight.chunks, time.perf_counter() - flight.begin)
         self._count(flight.chunks)
         return self.scheduler.postprocess(flight.chunks, results, self.clock())
-
-    def _propose(self, requests: Sequence[Request]) -> None:
-        if not self.config.drafts or not requests:
-            return
-        accept = sum(request.accept for request in requests) / len(requests)
-        width = self.width.choose(len(requests), accept)
-        drafts = self.drafter.propose(requests, width) if width else [[] for _ in requests]
-        vocabulary = self.model.config.vocab_size
-        for request, mine in zip(requests, drafts, strict=True):
-            request.drafts = [token for token in mine[:width] if 0 <= token < vocabulary]
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
         tokens = sum(len(chunk.tokens) for chunk in chunks if chunk.decodes)
         self.counters.steps += bool(chunks)
         self.counters.decode += tokens
         self.counters.prefill += sum(len(chunk.tokens) for chunk in chunks) - tokens
-
-    def _observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        if all(chunk.decodes for chunk in chunks):
-            self.width.observe(len(chunks), max(len(chunk.tokens) for chunk in chunks), seconds)
 
 
 __all__ = ["Engine", "Hold"]

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 
 from perilune.serve.cache.cache import Lease, PrefixCache
 from perilune.serve.cache.chain import Chain
 from perilune.serve.work import Device
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A client's lease on the prefix `tokens`, which stays on the device until its end, its time, or new weights.
+
+    engine: name of the engine whose memory it is in.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    salt: str
+    version: int
+    engine: str
 
 
 class Holds(dict[int, Lease]):
@@ -52,4 +67,4 @@ class Holds(dict[int, Lease]):
         self.clear()
 
 
-__all__ = ["Holds"]
+__all__ = ["Hold", "Holds"]

@@ -10,49 +10,29 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from perilune.chat import StreamDecoder, Tokenizer
 from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model import Transformer, load
+from perilune.model import Transformer
 from perilune.serve import control
+from perilune.serve.answer import Answer, Stream
 from perilune.serve.config import EngineConfig
 from perilune.serve.engine import Engine, Hold
-from perilune.serve.request import Logprob, Output, Params, token_ids
+from perilune.serve.loading import Loaded, load_whole, report
+from perilune.serve.request import Output, Params, token_ids
 from perilune.serve.segment import Segment
 from perilune.serve.speculate import Drafter
 
+if TYPE_CHECKING:
+    from perilune.serve.ranks import Ranks
+
 Prompt = str | Sequence[int]
-
-
-@dataclass
-class Answer:
-    """A finished request. tokens: of the answer, a stop token included; versions: the weights that made each of them.
-
-    text: without special tokens and without the stop text; "" without a tokenizer. finished as in `Output`.
-    cached: prompt tokens that came from the cache. hold: on its end, where it was added with `hold=seconds`.
-    routing: experts of the tokens from `computed_from` on, [tokens, sparse layers, J]; the last token of the answer was
-    never computed and is left out.
-    """
-
-    id: int
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finished: str = ""
-    error: str | None = None
-    versions: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    prompt_logprobs: list[Logprob] = field(default_factory=list)
-    cached: int = 0
-    routing: torch.Tensor | None = None
-    computed_from: int = 0
-    hold: Hold | None = None
 
 
 _DEFAULT = Params()
@@ -62,7 +42,9 @@ class LLM:
     """A model with its engine. checkpoint: a folder with weights and (for text) a tokenizer, or a Transformer.
 
     config: None serves on a quarter of the free memory. device: "auto" takes a GPU if there is one. dtype: None keeps
-    that of the files.
+    that of the files. packed: experts that are stored as MXFP4 stay so in memory.
+    ranks: processes that share the model, on as many GPUs; this one starts and leads the others, and needs `config`,
+    whose sizes are of each rank, and a folder that all can read. `close` ends them. loaded: what each read, how fast.
     Raises Error as `Engine`, `perilune.model.load` and `Tokenizer.load` do.
     """
 
@@ -75,19 +57,29 @@ class LLM:
         dtype: torch.dtype | None = None,
         drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
+        packed: bool = False,
+        ranks: int = 1,
     ) -> None:
-        if isinstance(checkpoint, Transformer):
-            model = checkpoint
-        else:
-            family = "k3" if ModelConfig.from_pretrained(checkpoint).family == "kimi_k3" else "k2"
-            if tokenizer is None and any((Path(checkpoint) / name).exists() for name in TOKENIZER_FILES):
-                tokenizer = Tokenizer.load(checkpoint, family)
+        model = checkpoint if isinstance(checkpoint, Transformer) else None
+        self.loaded = list[Loaded]()
+        if not isinstance(checkpoint, Transformer):
+            tokenizer = tokenizer or tokenizer_of(checkpoint)
             if device == "auto":
                 device = "cuda" if torch.cuda.is_available() else "cpu"
-            model = load(checkpoint, torch.device(device), dtype)
+            if ranks == 1:
+                model, mine = load_whole(checkpoint, torch.device(device), dtype, packed)
+                self.loaded = [mine]
+        self._ranks = None
+        if ranks != 1:
+            self._ranks = _start(checkpoint, config, ranks, device, dtype, packed)
+            model, config = self._ranks.model, self._ranks.config
+            self.loaded = self._ranks.loaded
+        report(self.loaded)
+        assert model is not None
         self.tokenizer = tokenizer
-        self.engine = Engine(model, config or EngineConfig(_quarter(model.lm_head.weight.device)), drafter)
-        self._streams: dict[int, _Stream] = {}
+        config = config or EngineConfig(_quarter(model.lm_head.weight.device))
+        self.engine = Engine(model, config, drafter, ranks=self._ranks)
+        self._streams: dict[int, Stream] = {}
         self._kept: tuple[list[tuple[str, Output]], list[Answer]] = ([], [])
 
     # --- answers
@@ -122,26 +114,35 @@ class LLM:
         finally:
             self._forget([id])
 
-    def add(self, prompt: Prompt, params: Params = _DEFAULT, stop: Sequence[str] = (), **options: Any) -> int:
+    def add(
+        self,
+        prompt: Prompt,
+        params: Params = _DEFAULT,
+        stop: Sequence[str] = (),
+        special: bool = False,
+        **options: Any,
+    ) -> int:
         """Put a request into the queue; its id. stop: texts that end the answer (not part of its text).
 
+        special: whether the text keeps special tokens, which parsers of some formats need.
         options: those of `Engine.add`. Raises Error for a text without a tokenizer, and as `Engine.add` does.
         """
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a text prompt")
             begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
             tokens = begin + tokenizer.encode(prompt)
+            params = self._with_stops(params, tokenizer)
         else:
             tokens = token_ids("prompt", prompt)
         if isinstance(stop, str):
             raise Error(f"stop is {stop!r}; must be a list of texts")
         if any(not text for text in stop):
             raise Error("stop holds an empty text; needs at least one character")
-        stream = _Stream(Answer(-1, tokens), list(stop), options.get("salt", ""))
+        stream = Stream(Answer(-1, tokens), list(stop), params.stop_ids, options.get("salt", ""))
         if self.tokenizer is not None:
-            stream.decoder, stream.vocabulary = StreamDecoder(self.tokenizer, True), self.tokenizer.vocab_size
+            stream.decoder, stream.vocabulary = StreamDecoder(self.tokenizer, not special), self.tokenizer.vocab_size
         if stop:
-            stream.watcher = StreamDecoder(self._need_tokenizer("a stop text"), skip_special=True)
+            stream.watcher = StreamDecoder(self._need_tokenizer("a stop text"), skip_special=not special)
             options = {**options, "stop": stream.watch}
         id = self.engine.add(tokens, params, **options)
         stream.answer.id = id
@@ -194,6 +195,11 @@ class LLM:
     def abort(self, id: int) -> None:
         """End a request; its last output comes with the next step."""
         self.engine.abort(id)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; nothing can be asked of this LLM then."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     # --- control: see `Engine` and `control`
 
@@ -258,17 +264,18 @@ class LLM:
         ids: list[int] = []
         try:
             for prompt, mine in zip(prompts, each, strict=True):
-                ids.append(self.add(prompt, self._with_stops(prompt, mine), **options))
+                ids.append(self.add(prompt, mine, **options))
         except BaseException:
             self._forget(ids)
             raise
         return ids
 
-    def _with_stops(self, prompt: Prompt, params: Params) -> Params:
+    @staticmethod
+    def _with_stops(params: Params, tokenizer: Tokenizer) -> Params:
         """A text's answer ends where the tokenizer says a text ends."""
-        if params.stop_ids or not isinstance(prompt, str) or self.tokenizer is None:
+        if params.stop_ids:
             return params
-        ends = [id for id in (self.tokenizer.eos_id, self.tokenizer.text_end_id) if id is not None]
+        ends = [id for id in (tokenizer.eos_id, tokenizer.text_end_id) if id is not None]
         return replace(params, stop_ids=tuple(sorted(set(ends))))
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
@@ -277,64 +284,32 @@ class LLM:
         return self.tokenizer
 
 
+def tokenizer_of(folder: str | Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder, if it has one."""
+    family: Literal["k2", "k3"] = "k3" if ModelConfig.from_pretrained(folder).family == "kimi_k3" else "k2"
+    if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return Tokenizer.load(folder, family)
+
+
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 
 
-@dataclass
-class _Stream:
-    """Text of an answer on its way. watcher: decodes committed tokens at once, to find stop texts."""
+def _start(
+    checkpoint: str | Path | Transformer,
+    config: EngineConfig | None,
+    ranks: int,
+    device: str,
+    dtype: torch.dtype | None,
+    packed: bool,
+) -> Ranks:
+    if ranks < 1:
+        raise Error(f"ranks is {ranks}; must be >= 1")
+    if isinstance(checkpoint, Transformer) or config is None:
+        raise Error(f"ranks is {ranks}; needs a checkpoint folder, which every rank reads, and a config")
+    from perilune.serve.ranks import Ranks
 
-    answer: Answer
-    stops: list[str]
-    salt: str = ""
-    decoder: StreamDecoder | None = None
-    watcher: StreamDecoder | None = None
-    seen: str = ""
-    shown: int = 0
-    vocabulary: int = 0
-
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Without ids that the model has and the tokenizer has not."""
-        return [token for token in tokens if token < self.vocabulary]
-
-    def watch(self, token: int) -> bool:
-        assert self.watcher is not None
-        self.seen += self.watcher.push(self._known([token]))
-        return any(stop in self.seen for stop in self.stops)
-
-    def push(self, output: Output) -> str:
-        """Take an output in; the text that it adds. Text that may be the beginning of a stop text waits."""
-        answer = self.answer
-        answer.tokens += output.tokens
-        answer.versions += output.versions
-        answer.logprobs += output.logprobs or []
-        answer.prompt_logprobs += output.prompt_logprobs or []
-        answer.cached = output.cached
-        if output.routing is not None:
-            if answer.routing is None:
-                answer.routing, answer.computed_from = output.routing, output.computed_from
-            else:
-                kept = answer.routing[: output.computed_from - answer.computed_from]
-                answer.routing = torch.cat([kept, output.routing])
-        if self.decoder is not None:
-            answer.text += self.decoder.push(self._known(output.tokens))
-            if output.finished is not None:
-                answer.text += self.decoder.finish()
-        cut = min((at for at in (answer.text.find(stop) for stop in self.stops) if at >= 0), default=None)
-        if cut is not None:
-            answer.text = answer.text[:cut]
-        end = len(answer.text)
-        if output.finished is None:
-            held = (n for stop in self.stops for n in range(1, len(stop)) if answer.text.endswith(stop[:n]))
-            end -= max(held, default=0)
-        else:
-            answer.finished, answer.error = output.finished, output.error
-            if answer.routing is not None:  # without drafts that were wrong
-                computed = len(answer.prompt) + len(answer.tokens) - 1
-                answer.routing = answer.routing[: computed - answer.computed_from]
-        piece = answer.text[self.shown : end]
-        self.shown = max(self.shown, end)
-        return piece
+    return Ranks(checkpoint, config, ranks, device, dtype, packed)
 
 
 def _quarter(device: torch.device) -> int:
@@ -343,4 +318,4 @@ def _quarter(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
 
 
-__all__ = ["LLM", "Answer"]
+__all__ = ["LLM", "Answer", "tokenizer_of"]

@@ -19,6 +19,7 @@ import torch
 
 from perilune.config import ModelConfig
 from perilune.errors import Error
+from perilune.ops.upload import upload
 from perilune.serve.cache.cache import Copy
 from perilune.serve.cache.geometry import Geometry
 from perilune.serve.config import EngineConfig
@@ -113,13 +114,39 @@ class Pools:
             self.bytes_PB[self._ids(targets)] = self.bytes_PB[self._ids(sources)]
 
     def write_state(
-        self, matrices: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], pages: Sequence[int]
+        self,
+        matrices: Sequence[torch.Tensor] | torch.Tensor,
+        windows: Sequence[torch.Tensor] | torch.Tensor,
+        pages: Sequence[int],
     ) -> None:
         """Put one sequence's state, a matrix_HKV and a window_3C for each KDA layer, into pages."""
-        parts = []
-        for matrix_HKV, window_3C in zip(matrices, windows, strict=True):
-            parts += [_bytes(matrix_HKV), _bytes(window_3C.t())]
-        self.scatter(pages, torch.cat(parts))
+        self.scatter(pages, self.pack(matrices, windows))
+
+    def pack(
+        self, matrices: Sequence[torch.Tensor] | torch.Tensor, windows: Sequence[torch.Tensor] | torch.Tensor
+    ) -> torch.Tensor:
+        """The bytes of a state; one tensor of all layers, or one each."""
+        stacked = [x if isinstance(x, torch.Tensor) else torch.stack(list(x)) for x in (matrices, windows)]
+        flat = torch.empty(self.layout.kda_layers * sum(self._sizes), dtype=torch.uint8, device=stacked[0].device)
+        for target, source in zip(self._parts(flat), stacked, strict=True):
+            target.copy_(source)
+        return flat
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of a layer's matrix and window."""
+        layout = self.layout
+        matrix = layout.heads * layout.dim**2 * getattr(torch, layout.matrix_dtype).itemsize
+        return matrix, layout.channels * 3 * getattr(torch, layout.window_dtype).itemsize
+
+    def _parts(self, flat_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """matrices [layers, H, K, V] and windows [layers, 3, C] as views of a state's bytes."""
+        layout, (matrix, window) = self.layout, self._sizes
+        layers = flat_B[: layout.kda_layers * (matrix + window)].view(layout.kda_layers, matrix + window)
+        matrices = layers[:, :matrix].view(getattr(torch, layout.matrix_dtype))
+        windows = layers[:, matrix:].view(getattr(torch, layout.window_dtype))
+        shape = (layout.heads, layout.dim, layout.dim)
+        return matrices.unflatten(1, shape), windows.unflatten(1, (layout.channels, 3)).transpose(1, 2)
 
     def gather(self, pages: Sequence[int]) -> torch.Tensor:
         """The bytes of device pages, [pages, page bytes]."""
@@ -131,21 +158,9 @@ class Pools:
         whole = torch.nn.functional.pad(bytes_B.to(self.device), (0, missing))
         self.bytes_PB[self._ids(pages)] = whole.view(len(pages), -1)
 
-    def read_state(self, pages: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What `write_state` put there, as new tensors."""
-        layout = self.layout
-        flat = self.gather(pages).flatten()
-        matrices, windows, at = [], [], 0
-        matrix = layout.heads * layout.dim**2 * getattr(torch, layout.matrix_dtype).itemsize
-        window = layout.channels * 3 * getattr(torch, layout.window_dtype).itemsize
-        for _ in range(layout.kda_layers):
-            bytes_ = flat[at : at + matrix].clone().view(getattr(torch, layout.matrix_dtype))
-            matrices.append(bytes_.view(layout.heads, layout.dim, layout.dim))
-            at += matrix
-            bytes_ = flat[at : at + window].clone().view(getattr(torch, layout.window_dtype))
-            windows.append(bytes_.view(layout.channels, 3).t())
-            at += window
-        return matrices, windows
+    def read_state(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `write_state` put there: matrices [layers, H, K, V] and windows [layers, 3, C], a copy."""
+        return self._parts(self.gather(pages).flatten())
 
     def move(self, copy: Copy) -> None:
         """Write a segment back to the host, KV and state together. Its device pages may be written at once."""
@@ -190,11 +205,7 @@ class Pools:
         self.bytes_PB[page] = 0xFF
 
     def _ids(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8).flatten()
+        return upload(list(pages), torch.int64, self.device)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -184,7 +184,9 @@ class Request:
     chain: of the first chain.length tokens, in version `version` of the weights. marks: checkpoints to leave, by depth.
     publish: False once its state mixes versions of the weights; nothing of it may be reused then.
     stop: called with every committed token in order; True ends the answer with that token.
-    mask: called with all tokens so far; a bool mask over the vocabulary of what may follow.
+    mask: called with all tokens so far, and with drafts behind them; what may follow, as a bool for each token of the
+        vocabulary, or one bit (int32 words, the lowest bit first, as grammar libraries fill them).
+    priority: requests of a higher one start first, and are preempted last, whatever the others have waited.
     """
 
     id: int
@@ -198,6 +200,7 @@ class Request:
     hold: float | None = None  # seconds that its end stays leased
     stop: Callable[[int], bool] | None = None
     mask: Callable[[Sequence[int]], Any] | None = None
+    priority: int = 0
     seed: int = 0
     state: State = State.WAITING
     prompt: int = 0
@@ -220,6 +223,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
+
+    def move(self, state: State) -> None:
+        """Go on to another state."""
+        assert state in NEXT[self.state], f"request {self.id} cannot go from {self.state} to {state}"
+        self.state = state
 
     @property
     def length(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,6 +13,9 @@ from perilune.serve.config import EngineConfig
 from perilune.serve.pools import Pools
 from perilune.serve.runner_exact import ExactRunner
 from perilune.serve.work import Chunk, Device
+
+if TYPE_CHECKING:
+    from perilune.serve.ranks.lead import Ranks
 
 
 class Runner(Device, Protocol):
@@ -29,18 +32,27 @@ class Runner(Device, Protocol):
     def head(self, x_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV."""
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's weights by name, or empty ones of their shapes where no process has them whole."""
+
+    def put_weight(self, name: str, value: torch.Tensor) -> None:
+        """Replace one; `value` is whole."""
+
     def refresh(self) -> None:
         """The model's weights have changed."""
 
-    def release(self) -> None:
-        """Give the slots' memory back."""
+    def release(self, weights: bool = False) -> None:
+        """Give arenas and slots back, perhaps the weights too; no slot is in use."""
 
-    def take(self) -> None:
-        """Allocate the slots again."""
+    def take(self, weights: bool = False) -> None:
+        """Allocate them again; weights are unset then."""
 
 
-def runner_for(model: Transformer, pools: Pools, config: EngineConfig) -> Runner:
-    """The exact runner where the configuration asks for it, else the paged one. Raises Error for what it cannot do."""
+def runner_for(model: Transformer, pools: Pools, config: EngineConfig, ranks: Ranks | None = None) -> Runner:
+    """The exact runner where the configuration asks for it, else the paged one; ranks: who computes with it.
+
+    Raises Error for what it cannot do.
+    """
     dtype = model.lm_head.weight.dtype
     if config.exact:
         if pools.device.type != "cpu" or dtype not in (torch.float32, torch.float64) or config.kv != "model":
@@ -50,7 +62,12 @@ def runner_for(model: Transformer, pools: Pools, config: EngineConfig) -> Runner
         return ExactRunner(model, pools)
     from perilune.serve.runner_paged import PagedRunner
 
-    return PagedRunner(model, pools, config)
+    runner = PagedRunner(model, pools, config)
+    if ranks is None:
+        return runner
+    from perilune.serve.ranks.lead import LeadRunner
+
+    return LeadRunner(runner, ranks)
 
 
 __all__ = ["Runner", "runner_for"]

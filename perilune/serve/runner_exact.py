@@ -81,11 +81,24 @@ class ExactRunner:
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
 
-    def take(self) -> None:
-        """Slots take memory as they are used."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
 
-    def release(self) -> None:
+    def put_weight(self, name: str, value: torch.Tensor) -> None:
+        *path, leaf = name.split(".")
+        getattr(self.model.get_submodule(".".join(path)), leaf).copy_(value)
+
+    def take(self, weights: bool = False) -> None:
+        """Slots take memory as they are used."""
+        if weights:
+            self.model.to_empty(device=self.pools.device)
+        self.pools.take()
+
+    def release(self, weights: bool = False) -> None:
         """No slot is in use."""
+        self.pools.release()
+        if weights:
+            self.model.to_empty(device="meta")
 
     # --- Device
 
@@ -97,7 +110,7 @@ class ExactRunner:
         if state:
             matrices, windows = self.pools.read_state(state)
             layers = [_at(*x, depth) for x in zip(layers, matrices, windows, strict=True)]
-            self.windows[slot] = {depth: windows}
+            self.windows[slot] = {depth: list(windows)}
         self.slots[slot] = layers
 
     def save(self, slot: int, depth: int, state: Sequence[int]) -> None:
@@ -133,6 +146,9 @@ class ExactRunner:
 
     def settle(self) -> None:
         self.pools.settle()
+
+    def move(self, copy: Copy) -> None:
+        self.pools.move(copy)
 
 
 def _at(empty: KdaState, matrix_HKV: torch.Tensor, window_3C: torch.Tensor, depth: int) -> KdaState:

@@ -3,7 +3,8 @@
 A slot keeps its matrix, window and tail in pools of fixed size beside the arena. The number of tail entries of each
 slot is known on the host. Level: tolerance (docs/serve.md); a sequence's numbers depend on how its tokens were cut.
 
-Legend: T tokens, N sequences of a group, M MLA layers, W table width, S slots, H heads, K dim, C convolution channels.
+Legend: I KDA layers, T tokens, N sequences of a group, M MLA layers, W table width, S slots, H heads, K dim,
+C convolution channels.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ import torch
 from perilune.model import Stats, Transformer
 from perilune.model.fused import fuse_inplace
 from perilune.model.paged import Decoding, KdaSlots, PagedBatch, Prefilling, accept_inplace, paged_hidden
+from perilune.model.paged_static import Piece
 from perilune.ops.kda import decode
 from perilune.ops.kda.decode_fill import tail_state
 from perilune.ops.sequences import Sequences
+from perilune.ops.upload import upload
 from perilune.serve.cache.cache import Copy
 from perilune.serve.config import EngineConfig
-from perilune.serve.graphs import NARROW, DecodeGraphs, Numbers
+from perilune.serve.graphs import DecodeGraphs, Numbers, Recorder, table_width
+from perilune.serve.graphs_prefill import Place, PrefillGraphs, bucket
 from perilune.serve.pools import Pools
+from perilune.serve.tables import Tables
 from perilune.serve.work import Chunk
+
+MOST_GRAPHS = 5  # that a step runs one after the other, each reading the weights again
 
 
 class PagedRunner:
@@ -35,35 +42,49 @@ class PagedRunner:
         self.model, self.pools, self.config = model, pools, config
         self.tails = [0] * config.slots
         longest = -(-model.config.max_position_embeddings // pools.layout.page_tokens)
-        wide = max(NARROW, min(longest, pools.pages[0]))
-        wide = 1 << (wide - 1).bit_length()  # as wide as the widest graph
-        self._table_SW = torch.zeros(config.slots, wide, dtype=torch.int32, device=pools.device)
-        self._table_length = [0] * config.slots
+        wide = table_width(min(longest, pools.pages[0]))  # as wide as the widest graph
+        # The last slot is nobody's: graphs of prefill are captured on it.
+        self._tables = Tables(pools.layout, config.slots + 1, wide, pools.device)
         self._batch: PagedBatch | None = None
         self._wide: list[list[Chunk]] = []
         self._graphs: DecodeGraphs | None = None
-        self.take()
+        self._prefills: PrefillGraphs | None = None
+        self._replayed: list[PagedBatch] = []  # batches of drafts that graphs computed; else they are in `_batch`
+        self._allocate()
 
-    def take(self) -> None:
-        """Allocate the slots; lay projections of one input behind each other."""
+    def take(self, weights: bool = False) -> None:
+        """Allocate the arenas and the slots; lay projections of one input behind each other."""
+        if weights:
+            self.model.to_empty(device=self.pools.device)
+        self.pools.take()
+        self._allocate()
+
+    def _allocate(self) -> None:
         fuse_inplace(self.model)
         layout, device, count = self.pools.layout, self.pools.device, self.config.slots
         matrix, window = (getattr(torch, name) for name in (layout.matrix_dtype, layout.window_dtype))
-        heads, dim = layout.heads, layout.dim
+        heads, dim, layers = layout.heads, layout.dim, layout.kda_layers
+        self._matrix_ISHKV = torch.zeros(layers, count + 1, heads, dim, dim, dtype=matrix, device=device)
+        self._window_IS3C = torch.zeros(layers, count + 1, 3, layout.channels, dtype=window, device=device)
         self.slots = [
-            KdaSlots(
-                torch.zeros(count, heads, dim, dim, dtype=matrix, device=device),
-                torch.zeros(count, 3, layout.channels, dtype=window, device=device),
-                decode.Tail.empty(count, heads, dim, dim, matrix, device),
-            )
-            for _ in range(layout.kda_layers)
+            KdaSlots(*pools, decode.Tail.empty(count + 1, heads, dim, dim, matrix, device))
+            for pools in zip(self._matrix_ISHKV, self._window_IS3C, strict=True)
         ]
         if device.type == "cuda" and self.config.graphs:
-            self._graphs = DecodeGraphs(self._compute, self._locate, self._tables, device)
+            self.use_graphs(Recorder(device))
 
-    def release(self) -> None:
-        """Give the slots' memory back; no slot is in use."""
-        self.slots, self._batch, self._wide, self._graphs = [], None, [], None
+    def use_graphs(self, recorder: Recorder) -> None:
+        """Run short steps as graphs of fixed shapes."""
+        self._graphs = DecodeGraphs(self._compute, self._tables, self._settle, recorder)
+        self._prefills = PrefillGraphs(self._compute, self._pack, self._tables, self.config.slots, recorder)
+
+    def release(self, weights: bool = False) -> None:
+        """Give the memory back, perhaps the weights' too; no slot is in use."""
+        self.pools.release()
+        if weights:
+            self.model.to_empty(device="meta")
+        self._matrix_ISHKV, self._window_IS3C = self._matrix_ISHKV[:, :0].clone(), self._window_IS3C[:, :0].clone()
+        self.slots, self._batch, self._wide, self._graphs, self._prefills = [], None, [], None, None
 
     def forward(
         self, chunks: Sequence[Chunk], stats: Stats | None = None, tokens_T: torch.Tensor | None = None
@@ -77,29 +98,76 @@ class PagedRunner:
         groups = [[chunk for chunk in decoding if len(chunk.tokens) == width] for width in widths]
         filling = [chunk for chunk in chunks if not chunk.decodes]
         self._wide = [group for group in groups if len(group[0].tokens) > 1]
-        order = [chunk for group in groups for chunk in group] + filling
         for chunk in chunks:
-            self._keep_table(chunk.slot, chunk.request.table)
-        if self._graphs and not filling and len(groups) == 1 and len(order) <= self.config.graphs and stats is None:
-            wide = self._wide_of(order)
-            self._batch, x_TD = self._graphs.run(self._numbers(order), widths[0], wide, tokens_T)
+            self._tables.keep(chunk.slot, chunk.request.table)
+        pieces = self._pieces(groups, filling) if stats is None else None
+        if pieces is not None:
+            x_TD = self._replay(groups, filling, pieces, tokens_T)
         else:
-            self._batch = batch = self._build(groups, filling, tokens_T)
-            x_TD = self._compute(batch, stats)
+            self._batch, self._replayed = self._build(groups, filling, tokens_T), []
+            x_TD = self._compute(self._batch, stats)
             for i, pages in enumerate(pages for chunk in filling for _, pages in chunk.exports):
-                matrices, windows = ([layer[part][i] for layer in batch.exported] for part in (0, 1))
-                self.pools.write_state(matrices, windows, pages)
+                self.pools.scatter(pages, self._pack(self._batch, i))
         for chunk in decoding:
             if len(chunk.tokens) == 1:
                 self.tails[chunk.slot] = (self.tails[chunk.slot] + 1) % decode.GRID
         ends, at = {}, 0
-        for chunk in order:
+        for chunk in [*(chunk for group in groups for chunk in group), *filling]:
             at += len(chunk.tokens)
             ends[id(chunk)] = at
         if stats is not None:
             self._reorder(stats, chunks, ends)
         rows = [t for chunk in chunks for t in range(ends[id(chunk)] - chunk.rows, ends[id(chunk)])]
-        return x_TD if rows == list(range(x_TD.shape[0])) else x_TD[rows]
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return x_TD[rows[0] : rows[-1] + 1]
+        return x_TD[upload(rows, torch.int64, x_TD.device)]
+
+    def _pieces(self, groups: Sequence[Sequence[Chunk]], filling: Sequence[Chunk]) -> list[Piece] | None:
+        """The prefill chunks for graphs, where all of a step can run as graphs; else None."""
+        if self._graphs is None or len(groups) + len(filling) > MOST_GRAPHS:
+            return None
+        if any(len(group) > self.config.graphs for group in groups):
+            return None
+        found = []
+        for chunk in filling:
+            rows = bucket(len(chunk.tokens), chunk.start + len(chunk.tokens))
+            if rows is None or len(chunk.exports) > 1 or self.tails[chunk.slot]:
+                return None
+            export = chunk.exports[0][0] if chunk.exports else None
+            found.append(Piece(rows, len(chunk.tokens), chunk.start, export))
+        return found
+
+    def _replay(
+        self,
+        groups: Sequence[Sequence[Chunk]],
+        filling: Sequence[Chunk],
+        pieces: Sequence[Piece],
+        tokens_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A step as graphs, one after the other; x_TD in the order of groups and prefill chunks."""
+        assert self._graphs is not None
+        assert self._prefills is not None
+        found, self._replayed = [], []
+        for group in groups:
+            width = len(group[0].tokens)
+            batch, x_TD = self._graphs.run(self._numbers(group), width, self._wide_of(group), tokens_T)
+            self._replayed += [batch] * (width > 1)
+            found.append(x_TD)
+        for chunk, piece in zip(filling, pieces, strict=True):
+            place = Place(chunk.slot, chunk.tokens, self._rows(chunk).tolist())
+            x_TD, state_B = self._prefills.run(piece, place, self._wide_of([chunk]))
+            # The next piece overwrites it.
+            found.append(x_TD.clone() if len(pieces) > 1 else x_TD)
+            for _, pages in chunk.exports:
+                self.pools.scatter(pages, state_B)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _settle(self, batch: PagedBatch, accepted_N: torch.Tensor) -> None:
+        accept_inplace(batch, self.slots, self.model, [accepted_N])
+
+    def _pack(self, batch: PagedBatch, i: int = 0) -> torch.Tensor:
+        """The bytes of an export."""
+        return self.pools.pack([matrices[i] for matrices, _ in batch.exported], [w[i] for _, w in batch.exported])
 
     def _compute(self, batch: PagedBatch, stats: Stats | None = None) -> torch.Tensor:
         return paged_hidden(self.model, batch, self.slots, self.pools.rows_PSL, stats=stats).x_TD
@@ -107,6 +175,13 @@ class PagedRunner:
     def head(self, x_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV."""
         return self.model.parts.linear(x_RD, self.model.lm_head.weight)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+    def put_weight(self, name: str, value: torch.Tensor) -> None:
+        *path, leaf = name.split(".")
+        getattr(self.model.get_submodule(".".join(path)), leaf).copy_(value)
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
@@ -133,7 +208,7 @@ class PagedRunner:
         for group in groups:
             numbers, width = self._numbers(group), len(group[0].tokens)
             slots_N, tail_N, cached_N = (self._int32(x) for x in (numbers.slots, numbers.tails, numbers.cached))
-            table_MNW = self._tables(slots_N.long(), self._wide_of(group))
+            table_MNW = self._tables.of(slots_N.long(), self._wide_of(group))
             decoding.append(Decoding(first, width, slots_N, tail_N, cached_N, table_MNW))
             tokens += numbers.tokens
             rows.append(torch.tensor(numbers.rows))
@@ -145,13 +220,13 @@ class PagedRunner:
             sequences = Sequences.from_lengths(lengths, starts, self.pools.device)
             slots_N = self._int32([chunk.slot for chunk in filling]).long()
             exports = tuple(tuple(depth for depth, _ in chunk.exports) for chunk in filling)
-            table_MNW = self._tables(slots_N, self._wide_of(filling))
+            table_MNW = self._tables.of(slots_N, self._wide_of(filling))
             prefilling = Prefilling(first, sequences, slots_N, table_MNW, exports)
             tokens += [token for chunk in filling for token in chunk.tokens]
             rows += map(self._rows, filling)
         if tokens_T is None:
-            tokens_T = torch.tensor(tokens, device=self.pools.device)
-        return PagedBatch(tokens_T, self._locate(torch.cat(rows).to(self.pools.device)), decoding, prefilling)
+            tokens_T = upload(tokens, torch.int64, self.pools.device)
+        return PagedBatch(tokens_T, self._tables.locate(torch.cat(rows).to(self.pools.device)), decoding, prefilling)
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         """int64 [T]: the arena row of each token, page * page_tokens + place."""
@@ -165,30 +240,8 @@ class PagedRunner:
         """Pages of the longest sequence."""
         return max(-(-(chunk.start + len(chunk.tokens)) // self.pools.layout.page_tokens) for chunk in chunks)
 
-    def _tables(self, slots_N: torch.Tensor, wide: int) -> torch.Tensor:
-        """int32 [M, N, W]: page ids of each MLA layer, anything beyond a sequence's own."""
-        return self._layers(self._table_SW[slots_N, :wide])
-
-    def _locate(self, rows_T: torch.Tensor) -> torch.Tensor:
-        """int64 [M, T]: rows of the arena -> rows of each MLA layer; -1 stays."""
-        size = self.pools.layout.page_tokens
-        return torch.where(rows_T < 0, -1, self._layers(rows_T // size) * size + rows_T % size)
-
-    def _keep_table(self, slot: int, pages: Sequence[int]) -> None:
-        """Bring a slot's row of the table up to date: pages are only ever added behind the others."""
-        known = self._table_length[slot]
-        if len(pages) > known:
-            self._table_SW[slot, known : len(pages)] = self._int32(pages[known:])
-            self._table_length[slot] = len(pages)
-
-    def _layers(self, pages: torch.Tensor) -> torch.Tensor:
-        """Page ids of the arena -> [M, ...] of single layers."""
-        count = self.pools.layout.mla_layers
-        layer = torch.arange(count, dtype=pages.dtype, device=pages.device)
-        return (pages * count + layer.view(-1, *[1] * pages.dim())).contiguous()
-
     def _int32(self, values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.pools.device)
+        return upload(values, torch.int32, self.pools.device)
 
     @staticmethod
     def _reorder(stats: Stats, chunks: Sequence[Chunk], ends: dict[int, int]) -> None:
@@ -200,42 +253,47 @@ class PagedRunner:
     # --- Device
 
     def load(self, slot: int, state: Sequence[int], depth: int) -> None:
-        self.tails[slot], self._table_length[slot] = 0, 0
+        self.tails[slot] = 0
+        self._tables.forget(slot)
         if not state:
-            for pool in self.slots:
-                pool.matrix_SHKV[slot] = 0
-                pool.window_S3C[slot] = 0
+            self._matrix_ISHKV[:, slot] = 0
+            self._window_IS3C[:, slot] = 0
             return
-        for pool, matrix_HKV, window_3C in zip(self.slots, *self.pools.read_state(state), strict=True):
-            pool.matrix_SHKV[slot], pool.window_S3C[slot] = matrix_HKV, window_3C
+        self._matrix_ISHKV[:, slot], self._window_IS3C[:, slot] = self.pools.read_state(state)
 
     def save(self, slot: int, depth: int, state: Sequence[int]) -> None:
-        slot_N, tail_N = self._int32([slot]), self._int32([self.tails[slot]])
-        gate = self.model.config.kda.gate
-        matrices = [tail_state(pool.matrix_SHKV, pool.tail, tail_N, slot_N, gate)[0] for pool in self.slots]
-        self.pools.write_state(matrices, [pool.window_S3C[slot] for pool in self.slots], state)
+        matrices: torch.Tensor | list[torch.Tensor] = self._matrix_ISHKV[:, slot]
+        if self.tails[slot]:
+            slot_N, tail_N = self._int32([slot]), self._int32([self.tails[slot]])
+            gate = self.model.config.kda.gate
+            matrices = [tail_state(pool.matrix_SHKV, pool.tail, tail_N, slot_N, gate)[0] for pool in self.slots]
+        self.pools.write_state(matrices, self._window_IS3C[:, slot], state)
 
     def accept(self, kept: Sequence[tuple[int, int, int]]) -> None:
         stay = {slot: count for slot, _, count in kept}
         if not self._wide:
             return
-        assert self._batch is not None
-        counts = []
-        for group, chunks in zip((g for g in self._batch.decoding if g.width > 1), self._wide, strict=True):
-            # A slot whose request ended with an error is in no list; what it holds does not matter. A graph's group
-            # has padding behind its chunks.
-            mine = [stay.get(chunk.slot, 0) for chunk in chunks]
-            counts.append(self._int32(mine + [0] * (group.slots_N.shape[0] - len(mine))))
-        accept_inplace(self._batch, self.slots, self.model, counts)
+        # A slot whose request ended with an error is in no list; what it holds does not matter.
+        counts = [[stay.get(chunk.slot, 0) for chunk in chunks] for chunks in self._wide]
+        if self._replayed:
+            assert self._graphs is not None
+            for batch, mine in zip(self._replayed, counts, strict=True):
+                self._graphs.accept(batch, mine)
+        else:
+            assert self._batch is not None
+            accept_inplace(self._batch, self.slots, self.model, [self._int32(mine) for mine in counts])
         for chunk in (chunk for group in self._wide for chunk in group):
             self.tails[chunk.slot] = (self.tails[chunk.slot] + stay.get(chunk.slot, 0)) % decode.GRID
-        self._batch, self._wide = None, []
+        self._batch, self._replayed, self._wide = None, [], []
 
     def free(self, slot: int) -> None:
         self.tails[slot] = 0
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.pools.copy_pages(sources, targets)
+
+    def move(self, copy: Copy) -> None:
+        self.pools.move(copy)
 
     def fetch(self, copies: Sequence[Copy]) -> Callable[[], bool]:
         return self.pools.fetch(copies)

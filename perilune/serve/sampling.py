@@ -21,6 +21,7 @@ import torch
 from perilune.errors import Error
 from perilune.model import Stats
 from perilune.model.sampling import draw, ordered
+from perilune.ops.upload import upload
 from perilune.serve.request import Logprob, Params, Request
 from perilune.serve.work import Chunk, Result
 
@@ -103,7 +104,7 @@ def start(
         found.append(result)
     step = Drawn(found, [found[i] for i, _ in drawn])
     if drawn:
-        logits_RV = head(x_RD if len(drawn) == len(x_RD) else x_RD[[row for _, row in drawn]])
+        logits_RV = head(take(x_RD, [row for _, row in drawn]))
         _draw(step, [chunks[i] for i, _ in drawn], logits_RV, ahead)
     return step
 
@@ -142,12 +143,21 @@ def shape(logits_V: torch.Tensor, request: Request, drafts: Sequence[int]) -> to
     if len(answer) + 1 < params.min_tokens and params.stop_ids:
         logits_V[list(params.stop_ids)] = float("-inf")
     if request.mask is not None:
-        allowed_V = torch.as_tensor(request.mask([*request.tokens, *drafts]), device=logits_V.device)
-        if allowed_V.dtype != torch.bool or allowed_V.shape != logits_V.shape:
-            got = f"{allowed_V.dtype} {list(allowed_V.shape)}"
-            raise Error(f"mask gave {got}; must be torch.bool {list(logits_V.shape)}")
-        logits_V[~allowed_V] = float("-inf")
+        logits_V[~_allowed(request.mask([*request.tokens, *drafts]), logits_V)] = float("-inf")
     return logits_V
+
+
+def _allowed(given: Any, logits_V: torch.Tensor) -> torch.Tensor:
+    """A mask as bool [V], from that or from the bits of int32 words."""
+    mask: torch.Tensor = torch.as_tensor(given, device=logits_V.device)
+    size = logits_V.shape[0]
+    if mask.dtype == torch.int32 and mask.shape == (-(-size // 32),):
+        mask = (mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)).bitwise_and(1).bool()
+        mask = mask.flatten()[:size]
+    if mask.dtype != torch.bool or mask.shape != (size,):
+        got = f"{mask.dtype} {list(mask.shape)}"
+        raise Error(f"mask gave {got}; must be torch.bool [{size}], or torch.int32 [{-(-size // 32)}] of bits")
+    return mask
 
 
 def _shapes(params: Params, request: Request) -> bool:
@@ -178,17 +188,23 @@ def _draw(step: Drawn, chunks: Sequence[Chunk], logits_RV: torch.Tensor, ahead: 
     random = [r for r, chunk in enumerate(chunks) if chunk.request.params.temperature > 0]
     if random:
         # A row without numbers is drawn from all the same: its request ends.
-        rows_NV = torch.where((broken_R | stuck_R)[random, None], 0.0, logits_RV[random])
+        rows_NV = take(torch.where((broken_R | stuck_R)[:, None], 0.0, logits_RV), random)
         numbers = [uniform(chunks[r].request.seed, chunks[r].request.length + ahead + places[r]) for r in random]
         weights_NV, ids_NV = ordered(rows_NV, [chunks[r].request.params.sampling(0) for r in random])
-        tokens_R[random] = draw(weights_NV, ids_NV, torch.tensor(numbers, dtype=wide, device=raw_RV.device))
+        drawn_N = draw(weights_NV, ids_NV, upload(numbers, wide, raw_RV.device))
+        tokens_R = tokens_R.index_copy(0, upload(random, torch.int64, raw_RV.device), drawn_N)
     step.tokens_R, step.numbers = tokens_R, Later(torch.stack([tokens_R, broken_R, stuck_R]))
     tops = [(r, chunk.request.params.logprobs) for r, chunk in enumerate(chunks)]
     step.listed = [(r, top) for r, top in tops if top is not None]
     if step.listed:
         rows = [r for r, _ in step.listed]
-        parts = _logprobs(raw_RV[rows], tokens_R[rows], max(top for _, top in step.listed))
+        parts = _logprobs(take(raw_RV, rows), take(tokens_R, rows), max(top for _, top in step.listed))
         step.scores = (Later(parts[0]), Later(parts[1]), Later(parts[2]))
+
+
+def take(x_RX: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some rows, ascending; nothing is copied if they are all."""
+    return x_RX if len(rows) == len(x_RX) else x_RX[upload(rows, torch.int64, x_RX.device)]
 
 
 def _plain(request: Request) -> bool:
@@ -228,4 +244,4 @@ def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, top: int) -> tupl
     return own_R, ids_RK, values_RK
 
 
-__all__ = ["Drawn", "Later", "alike", "shape", "start", "uniform"]
+__all__ = ["Drawn", "Later", "alike", "shape", "start", "take", "uniform"]

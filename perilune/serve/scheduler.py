@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
+from perilune.serve import cuts, starts
 from perilune.serve.admission import Admission
 from perilune.serve.cache import live
 from perilune.serve.cache.cache import PrefixCache
-from perilune.serve.cache.placement import Mark
+from perilune.serve.checkpoints import Checkpoints
+from perilune.serve.commit import commit
 from perilune.serve.config import EngineConfig
 from perilune.serve.holds import Holds
-from perilune.serve.request import NEXT, Counters, Output, Request, State
+from perilune.serve.request import Counters, Output, Request, State
 from perilune.serve.work import Chunk, Device, Result
 
 BROKEN = "logits are not finite numbers"
-MISSES = 8  # requests that do not fit before a step looks no further
 
 
 class Scheduler:
@@ -41,10 +41,12 @@ class Scheduler:
         self.fetching: list[tuple[Request, Callable[[], bool]]] = []
         self.running: list[Request] = []  # PREFILL and DECODE, in order of admission
         self.holds = Holds(cache, device)
+        self.checkpoints = Checkpoints(cache, device)
         self.slots = list(range(config.slots - 1, -1, -1))
         self.version = 0
         self.counters = Counters()
-        self._settled = False  # nobody who waits can start before something changes
+        self.began: Callable[[Request], None] | None = None  # called with every request that starts, its hit leased
+        self.settled = False  # nobody who waits can start before something changes
         self._outputs: list[Output] = []
 
     # --- verbs of the engine
@@ -55,7 +57,7 @@ class Scheduler:
         Raises Error if it could never run.
         """
         self.admission.check(request)
-        self._settled = False
+        self.settled = False
         if remote:
             request.state = State.REMOTE
             self.remote.append(request)
@@ -66,20 +68,20 @@ class Scheduler:
         """What a remote request waited for is in the cache, or will never be; either way it goes on."""
         for request in [r for r in self.remote if r.id == id]:
             self.remote.remove(request)
-            self._move(request, State.WAITING)
+            request.move(State.WAITING)
             self.waiting.append(request)
-            self._settled = False
+            self.settled = False
 
     def abort(self, id: int, reason: str = "abort", error: str | None = None) -> None:
         """End a request wherever it stands; its output of the next `postprocess` says why."""
         for request in self.requests():
             if request.id == id:
-                self._end(request, reason, error)
+                self.end(request, reason, error)
 
     def fail(self, error: str) -> None:
         """End all that run: a step broke off, and their states may have advanced without their tokens."""
         for request in [*self.running]:
-            self._end(request, "error", error)
+            self.end(request, "error", error)
 
     def requests(self) -> Iterable[Request]:
         """All that are not done."""
@@ -88,7 +90,7 @@ class Scheduler:
     def stands_still(self) -> bool:
         """Whether somebody waits and nobody else does anything but hold memory for ever."""
         endless = [lease.deadline is None or lease.deadline == math.inf for lease in self.holds.values()]
-        moves = self.running or self.fetching or self.remote or not self._settled
+        moves = self.running or self.fetching or self.remote or not self.settled
         return bool(self.waiting and endless and all(endless)) and not moves
 
     def ahead(self, chunks: Sequence[Chunk], now: float) -> list[Chunk]:
@@ -99,7 +101,7 @@ class Scheduler:
         preempted.
         """
         late = any(request.deadline is not None and request.deadline <= now for request in self.requests())
-        if late or self.fetching or (self.waiting and self.slots and not self._settled):
+        if late or self.fetching or (self.waiting and self.slots and not self.settled):
             return []
         if any(request.state is not State.DECODE for request in self.running):
             return []
@@ -110,7 +112,7 @@ class Scheduler:
             request = chunk.request
             if request.state is not State.DECODE or request.length + 1 >= request.longest:
                 continue
-            if not self._grow(request, chunk.start + 2, now):
+            if not cuts.grow(self.cache, request, chunk.start + 2, now):
                 return []
             following.append(Chunk(request, [-1], chunk.start + 1, sampled=1, decodes=True))
         for chunk in following:
@@ -121,19 +123,19 @@ class Scheduler:
         """The chunks of the next step; empty if nothing can run."""
         for request in self.requests():
             if request.deadline is not None and request.deadline <= now:
-                self._end(request, "deadline")
-        self._settled &= not self.holds.expire(now)
+                self.end(request, "deadline")
+        self.settled &= not self.holds.expire(now)
         for request, arrived in [*self.fetching]:
             if arrived():
                 self.fetching = [entry for entry in self.fetching if entry[0] is not request]
                 assert request.lease is not None
                 self.cache.arrived(request.lease)
-                self._begin(request)
+                starts.begin(self, request)
         budget = self.config.token_budget
-        chunks = self._decode(now, budget)
+        chunks = cuts.decode_chunks(self, now, budget)
         budget -= sum(len(chunk.tokens) for chunk in chunks)
-        self._admit(now)
-        return chunks + self._prefill(budget, now)
+        starts.admit(self, now)
+        return chunks + cuts.prompt_chunks(self, budget, now)
 
     def postprocess(self, chunks: Sequence[Chunk], results: Sequence[Result], now: float) -> list[Output]:
         """Commit what the step computed and sampled. Outputs of requests that got something, or ended."""
@@ -151,13 +153,13 @@ class Scheduler:
                 ends.append((request, "error", why))
                 continue
             if result.error is None:
-                taken, reason = self._commit(chunk, result, output)
+                taken, reason = commit(chunk, result, output, self.version)
             if result.error is not None:
                 ends.append((request, "error", result.error))
                 continue
             if request.state is State.DECODE:
                 request.computed += taken
-                kept.append((self._slot(request), len(chunk.tokens), taken))
+                kept.append((chunk.slot, len(chunk.tokens), taken))
                 if chunk.drafts:
                     self.counters.drafted += chunk.drafts
                     self.counters.accepted += taken - 1
@@ -166,7 +168,7 @@ class Scheduler:
                 request.computed += len(chunk.tokens)
                 request.scored = request.computed if chunk.scored else request.scored
                 if taken:
-                    self._move(request, State.DECODE)
+                    request.move(State.DECODE)
             if reason is not None:
                 ends.append((request, reason, None))
         self.device.accept(kept)
@@ -175,9 +177,9 @@ class Scheduler:
             if request.slot is None or any(request is other and error is not None for other, _, error in ends):
                 continue
             if chunk.exports:
-                self._publish(request, now)
+                self.checkpoints.publish(request, now)
             if (mark := request.marks.pop(request.computed, None)) is not None:
-                self._checkpoint(request, mark, now)
+                self.checkpoints.leave(request, mark, now)
         for request, reason, error in ends:
             if error == BROKEN and request.chain is not None:
                 self.cache.quarantine(request.chain.extended(list(request.tokens)))
@@ -188,10 +190,10 @@ class Scheduler:
     def preempt(self, request: Request, now: float, park: bool) -> None:
         """Take a running request off its slot. park: leave its state in the cache; else all its tokens come again."""
         if park and request.state in (State.PREFILL, State.DECODE):
-            self._checkpoint(request, Mark(self._depth(request), "turn", "decode"), now)
+            self.checkpoints.leave_end(request, now)
         self.counters.preempted += 1
         self._release(request)
-        self._move(request, State.PARKED)
+        request.move(State.PARKED)
         self.waiting.append(request)
 
     def new_version(self, version: int, running: str, now: float) -> None:
@@ -200,7 +202,7 @@ class Scheduler:
             if running == "keep":
                 request.publish, request.marks = False, {}
             elif running == "abort":
-                self._end(request, "abort")
+                self.end(request, "abort")
         self.drop_all(now, keep=running == "keep")
         self.version = version
 
@@ -208,7 +210,7 @@ class Scheduler:
         """Preempt all that runs (unless `keep`), end all holds, and forget all that is cached."""
         for request, _ in [*self.fetching]:
             self._release(request)
-            self._move(request, State.WAITING)
+            request.move(State.WAITING)
             self.waiting.append(request)
         for request in [] if keep else [*self.running]:
             self.preempt(request, now, park=False)
@@ -234,219 +236,23 @@ class Scheduler:
         leased = sum(request.lease is not None for request in self.requests())
         assert self.cache.leases == leased + len(self.holds), "a lease is lost"
 
-    # --- one step
-
-    def _decode(self, now: float, budget: int) -> list[Chunk]:
-        decoding = [request for request in self.running if request.state is State.DECODE]
-        self.propose(decoding)
-        chunks = []
-        # Drafts take what is left when every sequence has its token and prompts can go on.
-        spare = budget - len(decoding) - self.cache.geometry.grid
-        for request in decoding:
-            if request.state is not State.DECODE:  # preempted for an earlier one
-                continue
-            left = request.longest - request.length
-            drafts = request.drafts[: max(0, min(left - 1, spare))]
-            if not self._room(request, request.length + len(drafts), now):
-                continue
-            spare -= len(drafts)
-            tokens = [request.tokens[-1], *drafts]
-            chunks.append(Chunk(request, tokens, request.computed, len(drafts), len(tokens), decodes=True))
-        return [chunk for chunk in chunks if chunk.request.state is State.DECODE]
-
-    def _room(self, request: Request, end: int, now: float) -> bool:
-        """Pages up to token `end`, at the expense of the youngest requests if need be."""
-        while True:
-            if self._grow(request, end, now):
-                return True
-            victim = self.running[-1]
-            if victim is request and len(self.running) == 1:
-                self._end(request, "error", "no memory is left for its next token")
-                return False
-            self.preempt(victim, now, self.config.park)
-            if victim is request:
-                return False
-
-    def _grow(self, request: Request, end: int, now: float) -> bool:
-        lease, stage = request.lease, request.stage
-        assert lease is not None
-        assert stage is not None
-        known = len(stage.pages)
-        grown = live.grow(self.cache, lease, stage, end, now)
-        request.table += stage.pages[known:]
-        return grown
-
-    def _prefill(self, budget: int, now: float) -> list[Chunk]:
-        filling = [request for request in self.running if request.state is State.PREFILL]
-        share, grid = budget, self.cache.geometry.grid
-        if any(not self.admission.is_long(request) for request in [*filling, *self.waiting]):
-            # Never less than a chunk: short requests may be waiting for the memory of a long one.
-            share = max(grid, int(budget * self.config.long_share))
-        chunks = []
-        for request in filling:
-            long = self.admission.is_long(request)
-            room = min(budget, share) if long else budget
-            ends = [depth for depth in request.marks if depth > request.computed] if self.device.on_grid else []
-            end = min([request.computed + room, request.length, *ends])
-            point, inside = end // grid * grid, end != request.length and end not in request.marks
-            if inside or (self.device.on_grid and point > request.computed):
-                end = point
-            if end <= request.computed:
-                continue
-            tokens = request.tokens[request.computed : end]
-            budget -= len(tokens)
-            share -= len(tokens) if long else 0
-            scored = request.params.prompt_logprobs is not None and request.scored <= request.computed < request.prompt
-            exports = self._exports(request, end, now)
-            last = int(end == request.length)
-            chunks.append(Chunk(request, tokens, request.computed, 0, last, scored, exports=exports))
-        return chunks
-
-    def _exports(self, request: Request, end: int, now: float) -> tuple[tuple[int, list[int]], ...]:
-        """Pages for the states of marks before `end`, written by the step itself. Without room a mark is left out."""
-        exports = []
-        for depth in sorted(depth for depth in request.marks if depth < end):
-            mark = request.marks.pop(depth)
-            pages = self._state_pages(request, mark, now)
-            if pages is not None:
-                exports.append((depth, pages))
-        return tuple(exports)
-
-    def _admit(self, now: float) -> None:
-        self._settled = True
-        if not self.waiting or not self.slots:
-            return
-        active = [*self.running, *(request for request, _ in self.fetching)]
-        misses = 0
-        for request in self.admission.order(self.waiting, self.version, now):
-            if not self.slots:
-                return
-            overdue = self.admission.overdue(request, now)
-            if not overdue and self.admission.coming(request, active, self.version):
-                continue
-            fits = self.admission.fits(request, active)
-            if not fits and not active:
-                # A hit keeps pages of its own; a request that fits only without it runs without it.
-                request.cold = True
-                fits = request.cold = self.admission.fits(request, active)
-            if fits and self._start(request, now):
-                active.append(request)
-            elif overdue or (misses := misses + 1) == MISSES:
-                return  # nobody overtakes a request that has waited for too long
-
-    def _start(self, request: Request, now: float) -> bool:
-        chain, cache = self.admission.chain(request, self.version), self.cache
-        lease = cache.acquire(chain, now, self.admission.limit(request))
-        stage = live.reserve(cache, lease, chain, request.length, now, request.turn)
-        if stage is None:
-            cache.release(lease)
-            return False
-        self.waiting.remove(request)
-        request.lease, request.stage, request.slot = lease, stage, self.slots.pop()
-        request.version, request.publish, request.cold = self.version, True, False
-        if lease.ready:
-            self._begin(request)
-        else:
-            self._move(request, State.PREFETCHING)
-            self.fetching.append((request, self.device.fetch(lease.copies)))
-        return True
-
-    def _begin(self, request: Request) -> None:
-        lease, stage = request.lease, request.stage
-        assert lease is not None
-        assert stage is not None
-        self._move(request, State.PREFILL)
-        self.running.append(request)
-        self.device.copy_pages(*live.copies(self.cache, lease, stage))
-        state = lease.node.state if lease.node is not None else None
-        self.device.load(self._slot(request), state or (), lease.depth)
-        request.table = live.table(self.cache, lease, stage)
-        request.computed = lease.depth
-        if request.first_cached:
-            request.cached, request.first_cached = lease.depth, False
-            self.counters.cached += lease.depth
-            self.counters.stateless += max(0, lease.kv_depth - lease.depth)
-        marks = self.cache.plan(lease, request.length, request.length, marks=request.client_marks)
-        request.marks = {mark.depth: mark for mark in marks}
-
-    def _commit(self, chunk: Chunk, result: Result, output: Output) -> tuple[int, str | None]:
-        """Append sampled tokens, as far as the drafts were right and nothing ends the answer. How many, and why."""
-        request, params = chunk.request, chunk.request.params
-        drafts = chunk.tokens[len(chunk.tokens) - chunk.drafts :]
-        taken, reason = 0, None
-        for i, token in enumerate(result.tokens):
-            if i and drafts[i - 1] != result.tokens[i - 1]:
-                break
-            request.tokens.append(token)
-            taken += 1
-            made = request.length - request.prompt
-            try:
-                stop = request.stop is not None and request.stop(token)
-            except Exception as error:  # the client's code: its request alone ends
-                result.error = f"stop failed: {error!r}"
-                break
-            if stop or (token in params.stop_ids and made >= params.min_tokens):
-                reason = "stop"
-            elif made >= params.max_tokens:
-                reason = "length"
-            if reason is not None:
-                break
-        output.tokens = result.tokens[:taken]
-        output.versions = [self.version] * taken
-        if result.logprobs is not None:
-            output.logprobs = result.logprobs[:taken]
-        return taken, reason
-
     # --- ends
-
-    def _depth(self, request: Request) -> int:
-        """The deepest state of a running request that can be saved."""
-        grid, computed = self.cache.geometry.grid, request.computed + request.ahead
-        return computed // grid * grid if self.device.on_grid else computed
-
-    def _state_pages(self, request: Request, mark: Mark, now: float) -> list[int] | None:
-        """Pages for a state of a request's; None if it is not wanted or there is no room."""
-        lease, stage, chain = request.lease, request.stage, request.chain
-        assert lease is not None
-        assert stage is not None
-        assert chain is not None
-        if not request.publish or mark.depth <= lease.depth:
-            return None
-        if chain.length < mark.depth:
-            request.chain = chain = chain.extended(request.tokens[: mark.depth])
-        if self.cache.tree.match(chain, mark.depth).depth == mark.depth:
-            return None  # it is there already
-        if self.device.on_grid:
-            mark = replace(mark, origin="exact")
-        return live.mark(self.cache, lease, stage, mark, now)
-
-    def _publish(self, request: Request, now: float) -> None:
-        assert request.lease is not None
-        assert request.stage is not None
-        assert request.chain is not None
-        live.publish(self.cache, request.lease, request.stage, request.chain, now)
-
-    def _checkpoint(self, request: Request, mark: Mark, now: float) -> None:
-        """Leave a request's state in the cache. Failing is no harm: less can be reused."""
-        pages = self._state_pages(request, mark, now)
-        if pages is not None:
-            self.device.save(self._slot(request), mark.depth, pages)
-            self._publish(request, now)
 
     def _finish(self, request: Request, reason: str, error: str | None, now: float) -> None:
         hold = None
         if error is None and request.state in (State.PREFILL, State.DECODE):
             long = request.length - request.prompt >= self.cache.placement.min_turn
             if long or request.hold is not None:
-                self._checkpoint(request, Mark(self._depth(request), "turn", "decode"), now)
+                self.checkpoints.leave_end(request, now)
             if request.hold is not None and request.publish and request.chain is not None:
                 chain = request.chain.extended(list(request.tokens))
                 hold = self.holds.take(chain, now, request.hold, request.computed + request.ahead)
-        self._end(request, reason, error, hold)
+        self.end(request, reason, error, hold)
 
-    def _end(self, request: Request, reason: str, error: str | None = None, hold: int | None = None) -> None:
+    def end(self, request: Request, reason: str, error: str | None = None, hold: int | None = None) -> None:
+        """It is over; its last output says why."""
         self._release(request)
-        self._move(request, State.DONE)
+        request.move(State.DONE)
         last = next((output for output in self._outputs if output.id == request.id), None)
         if last is None:
             last = Output(request.id, cached=request.cached)
@@ -455,7 +261,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give back everything that a request holds."""
-        self._settled = False
+        self.settled = False
         if request.state is State.PREFETCHING:
             self.device.settle()
         if request.lease is not None:
@@ -469,16 +275,6 @@ class Scheduler:
         self.waiting = [r for r in self.waiting if r is not request]
         self.remote = [r for r in self.remote if r is not request]
         self.fetching = [entry for entry in self.fetching if entry[0] is not request]
-
-    @staticmethod
-    def _slot(request: Request) -> int:
-        assert request.slot is not None
-        return request.slot
-
-    @staticmethod
-    def _move(request: Request, state: State) -> None:
-        assert state in NEXT[request.state], f"request {request.id} cannot go from {request.state} to {state}"
-        request.state = state
 
 
 __all__ = ["Scheduler"]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from perilune.serve.request import Request
+from perilune.serve.work import Chunk
 
 
 class Drafter(Protocol):
@@ -87,8 +88,30 @@ class Width:
         return self._cost(sequences, tokens - 1) if tokens > 1 else 1.0
 
 
+class Speculation:
+    """What an engine drafts before a step, and what it learns from one. most: drafts of a sequence."""
+
+    def __init__(self, drafter: Drafter, most: int, vocabulary: int) -> None:
+        self.drafter, self.width, self.vocabulary = drafter, Width(most), vocabulary
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        """Set the drafts of decoding requests."""
+        if not self.width.most or not requests:
+            return
+        accept = sum(request.accept for request in requests) / len(requests)
+        width = self.width.choose(len(requests), accept)
+        drafts = self.drafter.propose(requests, width) if width else [[] for _ in requests]
+        for request, mine in zip(requests, drafts, strict=True):
+            request.drafts = [token for token in mine[:width] if 0 <= token < self.vocabulary]
+
+    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """A step took so long."""
+        if all(chunk.decodes for chunk in chunks):
+            self.width.observe(len(chunks), max(len(chunk.tokens) for chunk in chunks), seconds)
+
+
 def _bucket(sequences: int) -> int:
     return 1 << (max(sequences, 1).bit_length() - 1)
 
 
-__all__ = ["Drafter", "NgramDrafter", "Width"]
+__all__ = ["Drafter", "NgramDrafter", "Speculation", "Width"]

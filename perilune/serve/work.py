@@ -28,6 +28,9 @@ class Device(Protocol):
     def free(self, slot: int) -> None:
         """Nobody uses the slot."""
 
+    def move(self, copy: Copy) -> None:
+        """Write a segment back to the host; its device pages may be written at once."""
+
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole device pages."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -145,6 +146,22 @@ def test_a_held_end_survives_pressure_and_is_forked(exact: bool) -> None:
     assert live.held_pages(llm.engine.cache) == 0
     llm.engine.check_integrity()
     assert llm.engine.cache.leases == 0
+
+
+def test_a_hold_of_another_engine_is_refused_whatever_its_number() -> None:
+    engines = [make(small_model()) for _ in range(2)]
+    holds = []
+    for engine in engines:
+        (output,) = serve(engine, [prompt(100, 0)], hold=100.0)
+        assert output.hold == 0
+        holds.append(engine.held(output.hold, prompt(100, 0) + output.tokens))
+    for engine, hold in zip(engines, reversed(holds), strict=True):
+        verbs = (engine.release, engine.export, partial(engine.fork, copies=1), partial(engine.renew, seconds=5.0))
+        for verb in verbs:
+            with pytest.raises(Error, match="is of engine"):
+                verb(hold)
+        assert len(engine.scheduler.holds) == 1
+        engine.check_integrity()
 
 
 def test_a_hold_ends_with_its_time() -> None:

@@ -101,11 +101,38 @@ def test_answers_are_as_close_to_float64_as_a_full_pass(graphs: int) -> None:
             turns = [start + output.tokens for start, output in zip(turns, outputs, strict=True)]
         known = [start + output.tokens for start, output in zip(turns, outputs, strict=True)]
         assert engine.counters.accepted > 0 or not drafts
+        prefills = engine.runner._prefills  # type: ignore[attr-defined]
+        assert bool(prefills and prefills._captured) == (graphs > 0)
     errors, usual = torch.cat(mine), torch.cat(full)
     figures = [round(x.item(), 4) for x in (errors.median(), usual.median(), errors.max(), usual.max())]
     print(f"graphs {graphs}: median error {figures[0]}, full pass {figures[1]}; largest {figures[2]}, {figures[3]}")
     assert errors.median() <= 2 * usual.median() + 0.01
     assert errors.max() <= 2 * usual.max() + 0.01
+
+
+def test_short_pieces_after_a_long_prefix_as_graphs() -> None:
+    """The same hit continued by graphs and by launches: either as close to one float64 pass as the other."""
+    model, exact = models()
+    base = prompt(1500, 7, VOCABULARY)
+    turns = [
+        [*base[:cut], *prompt(more, 8 + i, VOCABULARY)]
+        for i, (cut, more) in enumerate(((1500, 1), (1480, 90), (700, 200)))
+    ]
+    errors = {}
+    for graphs in (0, 64):
+        engine = make(model, False, 900, graphs=graphs, token_budget=2048)
+        serve(engine, [base], Params(max_tokens=1, temperature=0))
+        found = []
+        for turn in turns:
+            (output,) = serve(engine, [turn], Params(max_tokens=4, temperature=0, logprobs=0))
+            assert output.cached >= 1472 or turn is turns[2]
+            assert output.logprobs is not None
+            given = torch.tensor([entry.logprob for entry in output.logprobs], dtype=torch.float64)
+            found.append((given - scores(exact, [*turn, *output.tokens], len(turn))).abs())
+        errors[graphs] = torch.cat(found)
+    print({graphs: (round(e.median().item(), 4), round(e.max().item(), 4)) for graphs, e in errors.items()})
+    assert errors[64].median() <= 2 * errors[0].median() + 0.01
+    assert errors[64].max() <= 2 * errors[0].max() + 0.05
 
 
 def test_prompts_come_back_from_the_host() -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from engines import join, make, prompt, small_model
+from engines import join, make, prompt, small_model, with_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,17 +158,25 @@ def test_exact_mode_is_bitwise_whatever_happens(
     play(engine, actions, exact=True)
 
 
-@settings(max_examples=8)
+@settings(max_examples=10)
 @given(
     actions=st.lists(st.one_of(ADD, ACT), min_size=4, max_size=14),
     drafts=st.sampled_from([0, 5]),
     host=st.sampled_from([0, 40]),
+    graphs=st.booleans(),
 )
-def test_the_paged_runner_stays_within_rounding(actions: list[tuple], drafts: int, host: int) -> None:  # type: ignore[type-arg]
+def test_the_paged_runner_stays_within_rounding(
+    actions: list[tuple],  # type: ignore[type-arg]
+    drafts: int,
+    host: int,
+    graphs: bool,
+) -> None:
     model = small_model(dtype=torch.float64)
     placement = Placement(min_turn=1)
     drafter = Remembering()
     engine = make(model, False, 40, host_pages=host, drafts=drafts, drafter=drafter, reserve=0.0, placement=placement)
+    if graphs:
+        with_graphs(engine)
     play(engine, actions, exact=False)
 
 

@@ -69,6 +69,8 @@ def test_a_stop_text_ends_the_answer_wherever_tokens_cut_it(llm: LLM) -> None:
         assert text[:cut].startswith(shown)  # nothing is ever taken back
     assert shown == text[:cut]
     assert len(answer.tokens) < 40
+    assert answer.stop == stop
+    assert free.stop is None
 
 
 def test_the_end_of_text_token_ends_a_text(llm: LLM) -> None:
@@ -76,6 +78,7 @@ def test_the_end_of_text_token_ends_a_text(llm: LLM) -> None:
     bias = {llm.tokenizer.eos_id: 1e4}
     (answer,) = llm.generate(["def"], max_tokens=5, temperature=0, logit_bias=bias)
     assert (answer.tokens, answer.text, answer.finished) == ([llm.tokenizer.eos_id], "", "stop")
+    assert answer.stop == llm.tokenizer.eos_id
 
 
 def test_a_closed_stream_and_other_requests_live_side_by_side(llm: LLM) -> None:
@@ -108,7 +111,7 @@ def test_routing_of_every_computed_token() -> None:
     for exact, drafts in ((True, 0), (False, 0), (True, 5)):
         llm = LLM(model, EngineConfig(2_000_000, slots=2, exact=exact, token_budget=66, drafts=drafts))
         if drafts:
-            llm.engine.drafter = Wrong()
+            llm.engine.speculation.drafter = Wrong()
         start = prompt(100, 0)
         (answer,) = llm.generate([start], max_tokens=6, temperature=0, routing=True)
         from perilune import Sequences

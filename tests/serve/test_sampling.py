@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from engines import make, prompt, serve, small_model
 
-from perilune import Sequences
+from perilune import Error, Sequences
 from perilune.model.sampling import Sampling, draw, ordered
 from perilune.serve import NgramDrafter, Params
 from perilune.serve.request import Request
@@ -152,6 +153,22 @@ def test_penalties_against_their_definitions() -> None:
     masked.mask = lambda tokens: torch.tensor([i == len(tokens) for i in range(5)])
     assert shape(logits, masked, [2]).isfinite().tolist() == [False, False, False, True, False]
     assert logits.tolist() == [2.0, -1.0, 0.5, 3.0, -2.0]
+
+
+@pytest.mark.parametrize("size", [5, 32, 33, 64, 163])
+def test_a_mask_of_bits_hides_what_the_same_mask_of_bools_hides(size: int) -> None:
+    """Words as numpy packs them, the lowest bit first; bits after the vocabulary's end mean nothing."""
+    allowed = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.5
+    padded = np.concatenate([allowed.numpy(), np.ones(-size % 32, dtype=bool)])
+    words = torch.from_numpy(np.packbits(padded, bitorder="little").view(np.int32))
+    masked = request([0], 1)
+    masked.mask = lambda tokens: words
+    logits = torch.arange(float(size))
+    assert torch.equal(shape(logits, masked, []).isfinite(), allowed)
+    for wrong in (words.long(), words[:-1], torch.cat([words, words])):
+        masked.mask = lambda tokens, wrong=wrong: wrong
+        with pytest.raises(Error, match="mask gave"):
+            shape(logits, masked, [])
 
 
 def test_min_tokens_stop_tokens_and_bias_in_an_answer() -> None:

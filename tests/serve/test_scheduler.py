@@ -175,6 +175,7 @@ def lifetimes(count: int, **options: object) -> None:
                 deadline=deadline,
                 hold=draw.randrange(1, 50) if hold else None,
                 salt=draw.choice(["", "", "", "other"]),
+                priority=draw.choice([0, 0, 0, 1, -1]),
             )
             remote = draw.random() < 0.05
             scheduler.add(request, remote)
@@ -253,6 +254,23 @@ def test_the_longest_hit_goes_first_until_another_has_waited_for_long() -> None:
     assert (early.slot is None, late.slot is None) == (False, True)
 
 
+def test_a_higher_priority_starts_first_and_is_preempted_last() -> None:
+    scheduler, memory = build(slots=2, pages=30, reserve=0.0, max_wait=10.0)
+    # Whatever the others have waited for, and whatever they find in the cache.
+    old, low, high = (add(scheduler, i, words(20, i), i, 60, priority=p) for i, p in enumerate((0, -1, 1)))
+    step(scheduler, memory, 100)
+    assert [request.slot is None for request in (old, low, high)] == [False, True, False]
+    for now in range(101, 400):
+        step(scheduler, memory, now)
+        scheduler.check_integrity()
+        if old.state is State.PARKED:
+            break
+    assert (old.state, high.state) == (State.PARKED, State.DECODE)
+    finish(scheduler, memory, 400)
+    for request in (old, low, high):
+        assert request.tokens[20:] == expected(request.tokens[:20], 60)
+
+
 def test_nobody_overtakes_a_request_that_is_overdue() -> None:
     scheduler, memory = build(pages=40, max_wait=30.0)
     running = add(scheduler, 0, words(100, 0), 0)
@@ -272,7 +290,7 @@ def test_nobody_overtakes_a_request_that_is_overdue() -> None:
 
 def test_long_requests_leave_slots_pages_and_tokens_to_short_ones() -> None:
     scheduler, _ = build(long_tokens=60, long_share=0.5, pages=200)
-    longs = [add(scheduler, i, words(100, i), 0) for i in range(4)]
+    longs = [add(scheduler, i, words(100, i), 0, priority=1) for i in range(4)]  # their turn comes first
     short = add(scheduler, 9, words(60 - 8, 9), 0.5)
     chunks = scheduler.schedule(1)
     assert sum(request.slot is not None for request in longs) == 2
@@ -282,6 +300,22 @@ def test_long_requests_leave_slots_pages_and_tokens_to_short_ones() -> None:
     assert short.state is State.PREFILL
     with pytest.raises(Error, match="needs 103 pages; allowed: 100"):
         add(scheduler, 10, words(400, 0), 0, 9)
+
+
+def test_a_short_prompt_overtakes_a_longer_one_that_has_begun_until_it_is_overdue() -> None:
+    scheduler, memory = build(slots=4, token_budget=72, max_wait=10.0)
+    large = add(scheduler, 0, words(600, 0), 0)
+    step(scheduler, memory, 0)
+    assert large.computed == 72
+    small = add(scheduler, 1, words(40, 1), 1)
+    step(scheduler, memory, 1)
+    assert (small.state, large.computed) == (State.DECODE, 72 + 32)
+    late = add(scheduler, 2, words(60, 2), 9)
+    step(scheduler, memory, 10)  # now the large one has waited for long enough
+    assert (late.computed, large.computed > 150) == (0, True)
+    finish(scheduler, memory, 10)
+    for request in (large, small, late):
+        assert request.tokens[request.prompt :] == expected(request.tokens[: request.prompt], 4)
 
 
 def test_requests_with_a_prefix_that_is_being_computed_wait_for_it() -> None:
@@ -371,7 +405,7 @@ def test_states_follow_the_machine_only() -> None:
     scheduler.preempt(request, 0, park=True)
     assert request.state is State.PARKED
     with pytest.raises(AssertionError, match="cannot go from"):
-        scheduler._move(request, State.DECODE)
+        request.move(State.DECODE)
     scheduler.delivered(1)
     finish(scheduler, memory, 0)
     assert (request.state, other.state) == (State.DONE, State.DONE)

@@ -1,0 +1,116 @@
+"""A rank that is not the first: `python -m perilune.serve.ranks.worker FD`, started by `lead`, does what it is told.
+
+It ends when its pipe does, whatever it is waiting for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perilune.model import Stats
+from perilune.serve.pools import Layout, Pools
+from perilune.serve.ranks.lead import Setup, meet, share_head, share_weight, take_part
+from perilune.serve.ranks.shard import Cuts, load_part
+from perilune.serve.runner_paged import PagedRunner
+from perilune.serve.work import Chunk
+
+
+@dataclass
+class Seat:
+    """What a runner wants to know of a request."""
+
+    slot: int
+    table: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """A runner under commands."""
+
+    def __init__(self, runner: PagedRunner, cuts: Cuts, device: torch.device) -> None:
+        self.runner, self.cuts, self.device = runner, cuts, device
+        self.seats: dict[int, Seat] = {}
+
+    def do(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """One command: a method of this class, or else of the runner."""
+        mine = getattr(self, f"_{name}", None)
+        # Weights are made and changed outside of inference mode, as rank 0 does.
+        with torch.no_grad() if name in ("take", "release", "put_weight") else torch.inference_mode():
+            (mine or getattr(self.runner, name))(*arguments)
+
+    def _load(self, slot: int, state: list[int], depth: int) -> None:
+        self.seats[slot] = Seat(slot)
+        self.runner.load(slot, state, depth)
+
+    def _forward(self, pieces: list[tuple[int, list[int], tuple[Any, ...]]], routing: bool, on_device: int) -> None:
+        chunks = []
+        for slot, pages, what in pieces:
+            seat = self.seats[slot]
+            seat.table += pages
+            chunks.append(Chunk(seat, *what))  # type: ignore[arg-type]
+        tokens_T = None
+        if on_device:
+            tokens_T = torch.empty(on_device, dtype=torch.int64, device=self.device)
+            dist.broadcast(tokens_T, 0)
+        self.runner.forward(chunks, Stats() if routing else None, tokens_T)
+
+    def _head(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        share_head(self.runner, torch.empty(shape, dtype=dtype, device=self.device))
+
+    def _take(self, weights: bool) -> None:
+        take_part(self.runner, self.cuts, weights)
+
+    def _put_weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        share_weight(self.runner, self.cuts, name, torch.empty(shape, dtype=dtype, device=self.device))
+
+
+def build(setup: Setup) -> tuple[Worker, Any]:
+    """This rank's part of the model, its memory, and what it read."""
+    device = meet(setup)
+    model, cuts, loaded = load_part(setup.folder, setup.place, device, setup.dtype, setup.packed)
+    layout = Layout.of(model.config, setup.config, model.lm_head.weight.dtype)
+    size = layout.geometry().page_bytes
+    pools = Pools(layout, setup.config.arena_bytes // size, setup.config.host_bytes // size, device)
+    return Worker(PagedRunner(model.eval(), pools, setup.config), cuts, device), loaded
+
+
+def listen(pipe: Connection, commands: queue.SimpleQueue[Any]) -> None:
+    """Take what comes, so that a rank that waits for the others sees the end of the pipe."""
+    try:
+        while True:
+            commands.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    setup: Setup = pipe.recv()
+    torch.set_num_threads(setup.threads)
+    try:
+        worker, loaded = build(setup)
+        pipe.send(("ready", loaded))
+        commands: queue.SimpleQueue[list[tuple[str, tuple[Any, ...]]]] = queue.SimpleQueue()
+        threading.Thread(target=listen, args=(pipe, commands), daemon=True).start()
+        while True:
+            for name, arguments in commands.get():
+                if name == "end":
+                    dist.destroy_process_group()
+                    os._exit(0)
+                worker.do(name, arguments)
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""One of `Replicas`: `python -m perilune.serve.replica FD`. It ends with its pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from perilune.errors import Error
+from perilune.serve.request import Params
+
+
+class Replica:
+    """An `AsyncLLM` at the end of a pipe. Messages to the other side are collected while one is being sent."""
+
+    def __init__(self, llm: Any, pipe: Connection) -> None:
+        self.llm, self.pipe = llm, pipe
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._waiting: list[tuple[str, int, Any]] = []
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=_read, args=(self.pipe, loop, commands), daemon=True).start()
+        sender = asyncio.create_task(self._sending())
+        while True:
+            kind, *what = await commands.get()
+            if kind == "drain":
+                await self.llm.drain(*what)
+                await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+                await self._flushed()
+                sender.cancel()
+                return
+            if kind == "abort":
+                if task := self.tasks.get(what[0]):
+                    task.cancel()
+                continue
+            work = self._serve(*what) if kind == "add" else self._call(*what)
+            task = self.tasks[what[0]] = asyncio.create_task(work)
+            task.add_done_callback(partial(self._forget, what[0]))
+
+    def _forget(self, id: int, _: object) -> None:
+        self.tasks.pop(id, None)
+
+    async def _serve(self, id: int, prompt: Any, params: Params, options: dict[str, Any]) -> None:
+        try:
+            async for delta in self.llm.stream(prompt, params, **options):
+                self._say("delta", id, delta)
+        except Exception as error:
+            self._say("error", id, error)
+
+    async def _call(self, id: int, function: Any) -> None:
+        try:
+            self._say("result", id, (await self.llm.call(function), None))
+        except Exception as error:
+            self._say("result", id, (None, error))
+
+    def _say(self, kind: str, id: int, what: Any) -> None:
+        self._waiting.append((kind, id, what))
+        self._wake.set()
+
+    async def _sending(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            messages, self._waiting = self._waiting, []
+            await asyncio.to_thread(self._send, messages)
+
+    def _send(self, messages: list[tuple[str, int, Any]]) -> None:
+        try:
+            self.pipe.send(messages)
+        except OSError:
+            os._exit(1)
+        except Exception:  # what a client's function gave cannot be pickled
+            for kind, id, what in messages:
+                try:
+                    self.pipe.send([(kind, id, what)])
+                except Exception as error:
+                    reason = Error(f"cannot be sent to another process: {error}")
+                    self.pipe.send([(kind, id, (None, reason) if kind == "result" else reason)])
+
+    async def _flushed(self) -> None:
+        while self._waiting:
+            messages, self._waiting = self._waiting, []
+            await asyncio.to_thread(self._send, messages)
+
+
+def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, commands: asyncio.Queue[tuple[Any, ...]]) -> None:
+    try:
+        while True:
+            loop.call_soon_threadsafe(commands.put_nowait, pipe.recv())
+    except (EOFError, OSError, RuntimeError):
+        os._exit(1)
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    gpus, folder, config, device, dtype, packed, ranks, threads = pipe.recv()
+    if gpus is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(max(gpus) + 1)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in gpus if i < len(names))
+    import torch
+
+    from perilune.serve.async_llm import AsyncLLM
+    from perilune.serve.llm import LLM
+
+    torch.set_num_threads(threads)
+    try:
+        llm = LLM(folder, config, device=device, dtype=dtype, packed=packed, ranks=ranks)
+    except BaseException as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        raise
+    pipe.send(None)
+
+    async def serve() -> None:
+        await Replica(AsyncLLM(llm), pipe).run()
+
+    asyncio.run(serve())
+    llm.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Grammars of answers, compiled once, and the mask of tokens that a grammar allows next."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import xgrammar
+
+from perilune.chat import Tokenizer
+from perilune.errors import Error
+from perilune.serve.config import MAX_DRAFTS
+from perilune.serve.server.arguments import Format, reason
+from perilune.serve.server.marks import K2, K3, RESERVED
+
+_LONGEST = 1024  # tokens that the shortest way through a grammar is followed for
+_KEPT = 1024  # grammars whose shortest way is remembered
+_CACHE = 256 << 20  # bytes of compiled grammars
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """reserve: tokens that are kept for bringing an answer to its end."""
+
+    compiled: xgrammar.CompiledGrammar
+    reserve: int
+    format: Format
+
+
+class Grammars:
+    """Compiles formats for a tokenizer. vocabulary: of the model, whose masks are that long."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+        self.ends = sorted({tokenizer.eos_id})
+        marks = K3 if all(name in tokenizer.specials for name in K3) else K2
+        words = [_word(tokenizer, id, marks) for id in range(min(tokenizer.vocab_size, vocabulary))]
+        info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, vocab_size=vocabulary, stop_token_ids=self.ends)
+        self._reserves: dict[bytes, int] = {}
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)
+        self._pool = ThreadPoolExecutor(1, "perilune-grammar")
+        self.vocabulary = vocabulary
+        closes = [tokenizer.specials[name] for name in _CLOSES if name in tokenizer.specials]
+        brackets = [id for id, word in enumerate(words) if word and set(word) <= set(b"}]")]
+        quotes, commas = ([id for id, word in enumerate(words) if word == end] for end in (b'"', b","))
+        self.all = self.bits(range(vocabulary))
+        # Tokens that bring an answer nearer to its end, the best first: inside a text, and between texts.
+        self.over, closing, quote = (self.bits(ids) for ids in (self.ends, closes, quotes))
+        self.in_text = [self.over, closing, quote]
+        self.between = [self.over, closing, self.bits(brackets), quote, self.bits(commas)]
+        self.both = [self.bits([id for id, word in enumerate(words) if word == end]) for end in (b"}", b"]")]
+
+    async def compile(self, format: Format) -> Grammar:
+        """Raises Error for a format that is no grammar."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.compiled, format)
+
+    def compiled(self, format: Format) -> Grammar:
+        """As `compile`, in this thread."""
+        text = json.dumps({"type": "structural_tag", "format": format})
+        try:
+            compiled = self._compiler.compile_structural_tag(text)
+        except (RuntimeError, ValueError, RecursionError) as problem:
+            raise Error(f"grammar cannot be followed: {reason(problem)}") from None
+        name = blake2b(text.encode()).digest()
+        if name not in self._reserves:
+            if len(self._reserves) >= _KEPT:
+                self._reserves.clear()
+            self._reserves[name] = 64 + self._shortest(compiled) * 3 // 2
+        return Grammar(compiled, self._reserves[name], format)
+
+    def _shortest(self, compiled: xgrammar.CompiledGrammar) -> int:
+        """Tokens of an answer that is brought to its end from its beginning on."""
+        mask, tokens = Mask(self, Grammar(compiled, _LONGEST, {}), 0, 0), list[int]()
+        while len(tokens) < _LONGEST and not mask.over:
+            allowed = mask(tokens)
+            (word,) = allowed.nonzero()[:1].flatten().tolist() or [-1]
+            if word < 0:
+                break
+            bits = int(allowed[word])
+            tokens.append(32 * word + (bits & -bits).bit_length() - 1)
+        return len(tokens)
+
+    def mask(self, grammar: Grammar, prompt: int, max_tokens: int) -> Mask:
+        """The mask of one answer."""
+        return Mask(self, grammar, prompt, max_tokens)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def bits(self, ids: Sequence[int]) -> torch.Tensor:
+        """A mask of these tokens: int32 words [V / 32], the lowest bit first."""
+        allowed_V = torch.zeros(-(-self.vocabulary // 32) * 32, dtype=torch.int64)
+        allowed_V[list(ids)] = 1
+        words = (allowed_V.view(-1, 32) << torch.arange(32)).sum(-1)
+        return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+class Mask:
+    """Called with all tokens so far: the bits of those that may follow. From the engine's thread.
+
+    Near max_tokens only tokens that bring the answer to its end are allowed, where the grammar allows one: what was
+    asked for is then whole, if shorter. ending: whether that took a choice away. stuck: nothing could follow.
+    """
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, prompt: int, max_tokens: int) -> None:
+        self._matcher = xgrammar.GrammarMatcher(grammar.compiled)
+        self._grammars = grammars
+        self._prompt = prompt
+        self._seen: list[int] = []
+        self._last = max_tokens - min(grammar.reserve, max_tokens * 3 // 4)
+        self.ending = self.stuck = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer is complete."""
+        return bool(self._matcher.is_terminated())
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
+        seen, length = self._seen, len(tokens) - self._prompt
+        same = min(len(seen), length)
+        # Committed tokens stay: only the last ones, which were drafts, can differ from what was seen.
+        first = max(0, same - 2 * MAX_DRAFTS)
+        same = next((i for i in range(first, same) if seen[i] != tokens[self._prompt + i]), same)
+        if same < len(seen):
+            self._matcher.rollback(len(seen) - same)
+            del seen[same:]
+        for i in range(self._prompt + same, len(tokens)):
+            if not self.over and not self._matcher.accept_token(tokens[i]):
+                return self._grammars.all  # after a draft that cannot be right, nothing matters
+            seen.append(tokens[i])
+        if self.over:
+            return self._grammars.over
+        bits = torch.zeros((1, -(-self._grammars.vocabulary // 32)), dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(bits)
+        allowed = bits[0] & self._grammars.all
+        if not allowed.any():
+            self.stuck = True
+        return self._closing(allowed) if length >= self._last else allowed
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Look at an answer that was made under another mask of this grammar: sets `ending` and `stuck`."""
+        begin = self._prompt + max(0, self._last)
+        for end in range(min(begin, len(tokens)), len(tokens) + 1):
+            self(tokens[:end])
+
+    def _closing(self, allowed: torch.Tensor) -> torch.Tensor:
+        grammars = self._grammars
+        # Both brackets may come next to each other in text only.
+        in_text = all((allowed & bracket).any() for bracket in grammars.both)
+        for closers in grammars.in_text if in_text else grammars.between:
+            if (closing := allowed & closers).any():
+                self.ending |= bool((closing != allowed).any())
+                return closing
+        # What must follow comes in as few tokens as can be.
+        forced = self._matcher.find_jump_forward_tokens()
+        return grammars.bits(forced[:1]) if forced else allowed
+
+
+@dataclass
+class Portable:
+    """A mask that can be sent to a process where `keep` was called."""
+
+    format: Format
+    prompt: int
+    max_tokens: int
+    mask: Mask | None = None
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
+        if self.mask is None:
+            (grammars,) = _HERE
+            self.mask = grammars.mask(grammars.compiled(self.format), self.prompt, self.max_tokens)
+        return self.mask(tokens)
+
+
+_HERE: list[Grammars] = []
+
+
+def keep(grammars: Grammars) -> None:
+    """What `Portable` masks of this process are made with."""
+    _HERE[:] = [grammars]
+
+
+# A section of calls that must come ends the text before it; where it may come, the answer's end is better.
+_CLOSES = (
+    *("<|close|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "</think>"),
+    "<|tool_calls_section_begin|>",
+)
+
+
+def _word(tokenizer: Tokenizer, id: int, marks: Mapping[str, str]) -> bytes:
+    """What a token is to a grammar: its text, the mark of a marker; nothing for what no answer has inside."""
+    word = tokenizer.token_bytes(id)
+    if tokenizer.is_special(id):
+        return marks.get(word.decode(), "").encode()
+    return b"" if any(byte in word for byte in RESERVED.encode()) else word
+
+
+__all__ = ["Grammar", "Grammars", "Mask", "Portable", "keep"]

@@ -1,0 +1,148 @@
+"""OpenAI's objects of an answer: usage, log probabilities, tool calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from perilune.chat import Content, Reasoning, Tokenizer
+from perilune.chat.parse import CallArguments, CallStart
+from perilune.serve.request import Logprob
+from perilune.serve.server.job import Event, Piece
+
+Object = dict[str, Any]
+NEVER = -9999.0  # JSON has no minus infinity
+
+
+@dataclass
+class Whole:
+    """The pieces of one answer put together."""
+
+    text: str = ""
+    events: list[Event] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    finished: str | None = None
+    stopped_by: str | int | None = None
+    cached: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        for name in ("events", "tokens", "logprobs", "prompt_logprobs"):
+            getattr(self, name).extend(getattr(piece, name))
+        self.cached = max(self.cached, piece.cached)
+        if piece.finished is not None:
+            self.finished, self.stopped_by = piece.finished, piece.stopped_by
+
+
+def head(kind: str, model: str, prefix: str) -> Object:
+    """What every object of a response begins with."""
+    return {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompt: int, wholes: Sequence[Whole]) -> Object:
+    """Token counts of all answers to a prompt, or to several."""
+    answer = sum(len(whole.tokens) for whole in wholes)
+    cached = max((whole.cached for whole in wholes), default=0)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, scores: Sequence[Logprob]) -> Object:
+    """`logprobs` of a chat choice."""
+    return {"content": [{**_one(tokenizer, s.token, s.logprob), "top_logprobs": _top(tokenizer, s)} for s in scores]}
+
+
+def text_logprobs(tokenizer: Tokenizer, scores: Sequence[Logprob | None], tokens: Sequence[int], begin: int) -> Object:
+    """`logprobs` of a completion choice; None for a first prompt token. begin: offset of the first in the text."""
+    words = [word(tokenizer, token) for token in tokens]
+    offsets, at = [], begin
+    for each in words:
+        offsets.append(at)
+        at += len(each)
+    return {
+        "tokens": words,
+        "token_logprobs": [None if s is None else finite(s.logprob) for s in scores],
+        "top_logprobs": [None if s is None else {word(tokenizer, t): finite(p) for t, p in s.top} for s in scores],
+        "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(tokenizer: Tokenizer, scores: Sequence[Logprob]) -> list[Object | None]:
+    """vLLM's `prompt_logprobs`: nothing for the first token, for each other one its own and the likeliest."""
+    out: list[Object | None] = [None]
+    for score in scores:
+        ranks = {token: rank for rank, (token, _) in enumerate(score.top, start=1)}
+        listed = {score.token: score.logprob, **dict(score.top)}
+        out.append(
+            {
+                str(token): {
+                    "logprob": finite(value),
+                    "rank": ranks.get(token),
+                    "decoded_token": word(tokenizer, token),
+                }
+                for token, value in listed.items()
+            }
+        )
+    return out
+
+
+def message(whole: Whole) -> Object:
+    """An assistant message, as clients send it back."""
+    reasoning = "".join(event.text for event in whole.events if isinstance(event, Reasoning))
+    content = "".join(event.text for event in whole.events if isinstance(event, Content))
+    calls: list[Object] = []
+    for event in whole.events:
+        if isinstance(event, CallStart):
+            calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
+        elif isinstance(event, CallArguments):
+            calls[event.index]["function"]["arguments"] += event.text
+    out: Object = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        out["reasoning_content"] = reasoning
+    if calls:
+        out["tool_calls"] = calls
+    return out
+
+
+def delta(event: Event) -> Object | None:
+    """What a stream adds to the message for an event of the parser."""
+    if isinstance(event, Reasoning):
+        return {"reasoning_content": event.text}
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, CallStart):
+        function = {"name": event.name, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+    if isinstance(event, CallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return None
+
+
+def word(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; bytes that are no text of their own become U+FFFD."""
+    return tokenizer.decode([token]) if token < tokenizer.vocab_size else ""
+
+
+def finite(value: float) -> float:
+    return max(value, NEVER)
+
+
+def _one(tokenizer: Tokenizer, token: int, value: float) -> Object:
+    bytes_ = list(tokenizer.token_bytes(token)) if token < tokenizer.vocab_size else []
+    return {"token": word(tokenizer, token), "logprob": finite(value), "bytes": bytes_}
+
+
+def _top(tokenizer: Tokenizer, score: Logprob) -> list[Object]:
+    return [_one(tokenizer, token, value) for token, value in score.top]
+
+
+__all__ = ["Whole", "chat_logprobs", "delta", "head", "message", "prompt_logprobs", "text_logprobs", "usage", "word"]

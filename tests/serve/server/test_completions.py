@@ -1,0 +1,103 @@
+"""/v1/completions, /tokenize, /detokenize and /v1/models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from serving import tiny_llm, tiny_tokenizer
+from test_chat import stream
+
+PATH = "/v1/completions"
+
+
+def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post(PATH, json={"prompt": "def main():", "max_tokens": 8, **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_a_text_continues_as_the_engine_says(client: httpx.Client) -> None:
+    (direct,) = tiny_llm().generate(["def main():"], max_tokens=8, temperature=0)
+    answer = ask(client, temperature=0, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["token_ids"]) == (direct.text, direct.tokens)
+    assert (choice["prompt_token_ids"], answer["usage"]["prompt_tokens"]) == (direct.prompt, len(direct.prompt))
+    chunks = stream(client, PATH, prompt="def main():", max_tokens=8, temperature=0)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == direct.text
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
+def test_token_ids_and_several_prompts(client: httpx.Client) -> None:
+    ids = tiny_tokenizer().encode("return 1")
+    many = ask(client, prompt=[ids, ids[:3]], temperature=0)["choices"]
+    assert [choice["index"] for choice in many] == [0, 1]
+    assert many[0]["text"] == ask(client, prompt=ids, temperature=0)["choices"][0]["text"]
+    pairs = ask(client, prompt=["a", "b"], n=2, seed=3)["choices"]
+    assert len(pairs) == 4
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client, max_tokens: int) -> None:
+    prompt = "def main():"
+    (direct,) = tiny_llm().generate([prompt], max_tokens=3, temperature=0, prompt_logprobs=2, logprobs=2)
+    answer = ask(client, prompt=prompt, echo=True, logprobs=2, max_tokens=max_tokens, temperature=0)
+    (choice,), usage = answer["choices"], answer["usage"]
+    scores = choice["logprobs"]
+    expected = [score.logprob for score in direct.prompt_logprobs + direct.logprobs[:max_tokens]]
+    assert scores["token_logprobs"][0] is None
+    assert scores["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert len(scores["tokens"]) == len(direct.prompt) + max_tokens == len(scores["text_offset"])
+    assert usage["completion_tokens"] == max_tokens
+    assert choice["text"].startswith(prompt)
+
+
+def test_a_stop_text_and_a_stop_token(client: httpx.Client) -> None:
+    token = tiny_tokenizer().encode("a")[0]
+    bias = {str(token): 100.0}
+    choice = ask(client, logit_bias=bias, stop="aa", max_tokens=50)["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "aa")
+    answer = ask(client, logit_bias=bias, stop_token_ids=[token], max_tokens=50)
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_wrong_prompts_are_named(client: httpx.Client) -> None:
+    for prompt, param in (
+        ([], "prompt"),
+        ([[]], "prompt[0]"),
+        (["a", 3], "prompt[1]"),
+        ([1, 10**6], "prompt"),
+        ([True], "prompt"),
+        ({"a": 1}, "prompt"),
+        (["a"] * 257, "prompt"),
+    ):
+        response = client.post(PATH, json={"prompt": prompt})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), prompt
+    for field, value in (("suffix", "x"), ("best_of", 2), ("logprobs", 21)):
+        response = client.post(PATH, json={"prompt": "a", field: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+def test_tokens_of_a_text_and_back(client: httpx.Client) -> None:
+    words = tiny_tokenizer()
+    answer = client.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
+    assert answer["tokens"] == [words.bos_id, *words.encode("héllo")]
+    assert (answer["count"], len(answer["token_strs"])) == (len(answer["tokens"]), len(answer["tokens"]))
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"] == "[BOS]héllo"
+    messages = [{"role": "user", "content": "q"}]
+    chat = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    rendered = client.post("/v1/chat/completions/render", json={"messages": messages}).json()["prompt_token_ids"]
+    assert chat == rendered
+    assert client.post("/tokenize", json={}).status_code == 400
+    assert client.post("/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
+
+
+def test_models(client: httpx.Client) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny"
+    assert model["max_model_len"] > 1000
+    assert client.get("/v1/models/tiny").json() == model
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/version").json()["version"]
