@@ -145,6 +145,10 @@ def test_weight_gradient(ends: list[int]) -> None:
     assert torch.equal(dw[empty], torch.zeros_like(dw[empty]))
     full = [e for e in range(len(ends)) if e not in empty]
     assert torch.equal(kernels.weight_gradient(d, x, offs, tile, skip_empty=True)[full], dw[full])
+    out = torch.full_like(dw, float("nan"))
+    assert kernels.weight_gradient(d, x, offs, tile, skip_empty=True, out_EGK=out) is out
+    assert torch.equal(out[full], dw[full])
+    assert out[empty].isnan().all()
 
 
 def test_no_rows() -> None:

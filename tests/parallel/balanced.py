@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from perilune.config import Activation
 from perilune.ops import moe
 from perilune.ops.moe import Dense, Packed
+
+if TYPE_CHECKING:
+    # Importing its kernels before `triton_cpu` would leave them without the interpreter.
+    from perilune.parallel.expert import DirectParallel
 
 EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 32, 24
 ACT = Activation("situ")
@@ -81,3 +86,12 @@ def mixture(
     rows = moe.dispatch(x, order, ids.shape[1])
     out = moe.experts(rows, weights, offs, ACT, exact=exact, row_weights_R=row_weights)
     return moe.combine(out, order, torch.ones_like(weights_TJ))
+
+
+def poisoned(parallel: DirectParallel) -> DirectParallel:
+    """Every buffer that others write starts as NaN."""
+    space = parallel.workspace
+    for shared in (*space.rows, space.weights, space.results, space.numbers, *space.slots, *space.grads):
+        for tensor in shared.mine:
+            tensor.fill_(float("nan"))
+    return parallel

@@ -11,7 +11,7 @@ from loads import KINDS, away, counts
 from perilune import Error
 from perilune.parallel import expert
 from perilune.parallel.expert import RULES, plan_reference, plan_torch, planner
-from perilune.parallel.expert.steps import worst_case_rows
+from perilune.parallel.expert.capacity import worst_case_rows
 
 LOADS = st.tuples(
     st.sampled_from(KINDS),

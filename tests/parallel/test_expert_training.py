@@ -154,6 +154,19 @@ def broken(rank: int, values: dict[str, Any]) -> str:
     return "went on alone"
 
 
+def unused(rank: int) -> dict[str, Any]:
+    """Gradients after they were added up, of parameters that both ranks, the second, and none have used."""
+    from perilune.train.config import ParallelConfig
+    from perilune.train.team import Team
+
+    team = Team(ParallelConfig(timeout=30.0), torch.device("cpu"))
+    params = {name: torch.ones(2, requires_grad=True) for name in ("both", "second", "none", "ffn.gate_up_E2FL")}
+    params["both"].grad = torch.full((2,), 1.0 + rank)
+    params["second"].grad = torch.ones(2) if rank == 1 else None
+    team.add_gradients(params)
+    return {name: None if p.grad is None else p.grad.tolist() for name, p in params.items()}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spread")
@@ -212,6 +225,12 @@ def test_a_run_that_cannot_be_shared_is_refused_on_every_rank(root: Path) -> Non
     assert "cannot be written" in first[1]
     assert second[1] == f"rank 0: {first[1]}"
     assert first[2] == second[2] == "balance.bins is 0; a run of several processes needs bins > 0"
+
+
+def test_a_parameter_that_no_rank_uses_has_no_gradient() -> None:
+    """As on one rank: an optimizer leaves it alone, where zeros would be decayed."""
+    want = {"both": [3.0, 3.0], "second": [1.0, 1.0], "none": None, "ffn.gate_up_E2FL": None}
+    assert spawn(unused, 2) == [want, want]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from perilune.ops.moe import products
 from perilune.ops.moe.products import Weight
 from perilune.ops.moe.routing import spread, sum_choices
 from perilune.ops.moe.weights import Dense, Packed, Tensors, check_out, check_shape, checked, tensors_of
+from perilune.ops.mx import fake_quantize
 
 Save = Literal["inputs", "all"]
 
@@ -39,6 +41,7 @@ def experts(
     clean: bool = True,
     order_R: torch.Tensor | None = None,
     out_RL: torch.Tensor | None = None,
+    inner_rule: str | None = None,
 ) -> torch.Tensor:
     """y_RL, each row through its expert: expert e owns rows offs_E[e-1]:offs_E[e] (offs_E int32 ends, from 0).
 
@@ -51,6 +54,8 @@ def experts(
     the outputs need not be kept (nor are they, whatever `save` says).
     save: "inputs" keeps rows, weights and offs for the backward pass and computes gate_up @ x again there, "all" keeps
     that product too (2F more numbers a row, a quarter less work backward). Gradients are the same bits.
+    inner_rule: a_r is rounded to MXFP8 by this scale rule (`ops.mx`) before it meets down, with straight-through
+    gradients; down's gradient is of the rounded one. F must then be a multiple of 32.
 
     Rows past offs_E[-1] and their weights are not read; their outputs and gradients are zero, or undefined without
     `clean` (for static buffers whose tail nobody reads: the pass over it is spared). Experts without rows get
@@ -68,14 +73,14 @@ def experts(
         ):
             raise Error("experts: out_RL is given but a gradient is wanted; call it under torch.no_grad()")
     # All dispatched rows are some expert's: there is no tail.
-    options = (activation, exact, save, clean and order_R is None)
+    options = (activation, exact, save, clean and order_R is None, inner_rule)
     if out_RL is not None:
         return _forward(rows_RL.contiguous(), row_weights_R, order_R, offs_E, options, tensors, out_RL)[0]
     y_RL: torch.Tensor = _Experts.apply(rows_RL, row_weights_R, order_R, offs_E, options, *tensors)  # type: ignore[no-untyped-call]
     return y_RL
 
 
-_Options = tuple[Activation, bool, Save, bool]
+_Options = tuple[Activation, bool, Save, bool, str | None]
 
 
 class _Experts(torch.autograd.Function):
@@ -101,17 +106,22 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y_RL: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_RL, row_weights_R, order_R, offs_E, *tensors, h_R2F = ctx.saved_tensors
-        activation, exact, _, clean = ctx.options
+        activation, exact, _, clean, inner_rule = ctx.options
         wanted = tuple(ctx.needs_input_grad[i] for i in (0, 5, 6))
         if order_R is not None:
             top_k = _choices(rows_RL, order_R)
             rows_RL = spread(rows_RL, order_R, top_k)
-        d_rows_RL, d_row_weights_R, d_gate_up, d_down = _backward(
-            d_y_RL, rows_RL, row_weights_R, offs_E, (*tensors,), activation, exact, clean, h_R2F, wanted
-        )
-        if order_R is not None and d_rows_RL is not None:
-            d_rows_RL = sum_choices(d_rows_RL, order_R, top_k)
-        return d_rows_RL, d_row_weights_R, None, None, None, d_gate_up, d_down, None, None
+        half = _begin(d_y_RL, rows_RL, row_weights_R, offs_E, (*tensors,), activation, exact, h_R2F, need_a=wanted[2])
+        gradient, d_rows_RL, d_gate_up, d_down = half.room.weight_gradient, None, None, None
+        if half.a_RF is not None:
+            d_down = gradient(half.d_y_RL, _rounded(half.a_RF, inner_rule), offs_E)
+        if wanted[1]:
+            d_gate_up = gradient(half.d_h_R2F, rows_RL, offs_E)
+        if wanted[0]:
+            d_rows_RL = row_gradients(half, clean)
+            if order_R is not None:
+                d_rows_RL = sum_choices(d_rows_RL, order_R, top_k)
+        return d_rows_RL, half.d_row_weights_R, None, None, None, d_gate_up, d_down, None, None
 
 
 def _forward(
@@ -124,14 +134,18 @@ def _forward(
     out_RL: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y_RL, h_R2F where it is to be kept). The last product reads a alone, so y may be written over the rows."""
-    activation, exact, save, clean = options
+    activation, exact, save, clean, inner_rule = options
     gate_up, down, gate_up_scales, down_scales = tensors
     rows_RL = x_RL if order_R is None else spread(x_RL, order_R, _choices(x_RL, order_R))
     room = _room(rows_RL, tensors, exact)
     up_weight, down_weight = Weight(gate_up, gate_up_scales), Weight(down, down_scales)
     a_RF, h_R2F = room.glu_product(rows_RL, up_weight, offs_E, activation, row_weights_R, save == "all", exact)
-    y_RL = room.product(a_RF, down_weight, offs_E, exact, out_RL)
+    y_RL = room.product(_rounded(a_RF, inner_rule), down_weight, offs_E, exact, out_RL)
     return room.zero_tail(y_RL, offs_E) if clean else y_RL, h_R2F
+
+
+def _rounded(a_RF: torch.Tensor, rule: str | None) -> torch.Tensor:
+    return a_RF if rule is None else fake_quantize(a_RF, "mxfp8", rule, out=a_RF.contiguous())
 
 
 def _choices(x_TL: torch.Tensor, order_R: torch.Tensor) -> int:
@@ -158,30 +172,86 @@ def experts_backward(
     experts without rows may be left undefined, which spares writing them where few of many have rows. out_RL: where
     d_rows_RL is written, contiguous on 16 bytes, possibly rows_RL or d_y_RL itself.
     """
-    tensors = checked(rows_RL, weights, offs_E, row_weights_R)
-    check_shape("d_y_RL", d_y_RL, rows_RL.shape)
     if out_RL is not None:
         check_out("out_RL", out_RL, rows_RL, rows_RL.shape[0])
+    halfway = begin_backward(d_y_RL, rows_RL, weights, offs_E, activation, exact, row_weights_R)
+    d_gate_up, d_down = weight_gradients(halfway, skip_empty)
+    return row_gradients(halfway, clean, out_RL), halfway.d_row_weights_R, d_gate_up, d_down
+
+
+@dataclass(frozen=True)
+class Halfway:
+    """Where `begin_backward` stops: what the gradients of weights and rows are made of, of the rows of `offs_E`.
+
+    d_row_weights_R: None for row weights that were not given. a_RF: None where down gets no gradient.
+    """
+
+    rows_RL: torch.Tensor
+    d_y_RL: torch.Tensor
+    d_h_R2F: torch.Tensor
+    a_RF: torch.Tensor | None
+    d_row_weights_R: torch.Tensor | None
+    offs_E: torch.Tensor
+    gate_up: Weight
+    room: ModuleType
+    exact: bool
+
+
+@torch.no_grad()
+def begin_backward(
+    d_y_RL: torch.Tensor,
+    rows_RL: torch.Tensor,
+    weights: Dense | Packed,
+    offs_E: torch.Tensor,
+    activation: Activation,
+    exact: bool = False,
+    row_weights_R: torch.Tensor | None = None,
+    h_R2F: torch.Tensor | None = None,
+) -> Halfway:
+    """`experts_backward` up to the gradients of the row weights; `weight_gradients` and `row_gradients` are the rest.
+
+    For a caller with something to do in between. h_R2F: of `gate_up_product`, which needs no d_y yet. The rows'
+    gradient may be written over the rows, so it comes last.
+    """
+    tensors = checked(rows_RL, weights, offs_E, row_weights_R)
+    check_shape("d_y_RL", d_y_RL, rows_RL.shape)
     dense = isinstance(weights, Dense)
-    d_rows_RL, d_row_weights_R, d_gate_up, d_down = _backward(
-        d_y_RL,
-        rows_RL.contiguous(),
-        row_weights_R,
-        offs_E,
-        tensors,
-        activation,
-        exact,
-        clean,
-        None,
-        (True, dense, dense),
-        skip_empty,
-        out_RL,
-    )
-    assert d_rows_RL is not None
-    return d_rows_RL, d_row_weights_R, d_gate_up, d_down
+    return _begin(d_y_RL, rows_RL.contiguous(), row_weights_R, offs_E, tensors, activation, exact, h_R2F, dense)
 
 
-def _backward(
+@torch.no_grad()
+def gate_up_product(
+    rows_RL: torch.Tensor, weights: Dense | Packed, offs_E: torch.Tensor, exact: bool = False
+) -> torch.Tensor:
+    """h_R2F, gate_up_e x of each row, as `experts` computes it; undefined past offs_E[-1]."""
+    tensors = checked(rows_RL, weights, offs_E, None)
+    room = _room(rows_RL, tensors, exact)
+    h_R2F: torch.Tensor = room.product(rows_RL.contiguous(), Weight(tensors[0], tensors[2]), offs_E, exact)
+    return h_R2F
+
+
+@torch.no_grad()
+def weight_gradients(
+    halfway: Halfway, skip_empty: bool = False, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(d_gate_up_E2FL, d_down_ELF), written to `out` if given; (None, None) for Packed weights."""
+    if halfway.gate_up.scales is not None or halfway.a_RF is None:
+        return None, None
+    gradient, offs_E = halfway.room.weight_gradient, halfway.offs_E
+    out_up, out_down = out or (None, None)
+    d_down = gradient(halfway.d_y_RL, halfway.a_RF, offs_E, skip_empty, out_down)
+    return gradient(halfway.d_h_R2F, halfway.rows_RL, offs_E, skip_empty, out_up), d_down
+
+
+@torch.no_grad()
+def row_gradients(halfway: Halfway, clean: bool = True, out_RL: torch.Tensor | None = None) -> torch.Tensor:
+    """d_rows_RL, in out_RL if given; the rows and d_y are not read."""
+    room, up_weight = halfway.room, halfway.gate_up.transposed()
+    d_rows_RL: torch.Tensor = room.product(halfway.d_h_R2F, up_weight, halfway.offs_E, halfway.exact, out_RL)
+    return room.zero_tail(d_rows_RL, halfway.offs_E) if clean else d_rows_RL
+
+
+def _begin(
     d_y_RL: torch.Tensor,
     rows_RL: torch.Tensor,
     row_weights_R: torch.Tensor | None,
@@ -189,30 +259,19 @@ def _backward(
     tensors: Tensors,
     activation: Activation,
     exact: bool,
-    clean: bool,
     h_R2F: torch.Tensor | None,
-    wanted: tuple[bool, ...],
-    skip_empty: bool = False,
-    out_RL: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """wanted: the gradients of rows, gate_up and down. h_R2F is computed again if it was not kept."""
+    need_a: bool,
+) -> Halfway:
+    """h_R2F is computed again if it was not kept; need_a: whether down gets a gradient."""
     gate_up, down, gate_up_scales, down_scales = tensors
     up_weight, down_weight = Weight(gate_up, gate_up_scales), Weight(down, down_scales)
     d_y_RL = d_y_RL.contiguous()
-    room = _room(rows_RL, (gate_up, down, gate_up_scales, down_scales), exact)
+    room = _room(rows_RL, tensors, exact)
     if h_R2F is None:
         h_R2F = room.product(rows_RL, up_weight, offs_E, exact)
     u_RF = room.product(d_y_RL, down_weight.transposed(), offs_E, exact)
-    d_h_R2F, a_RF, d_row_weights_R = room.glu_backward(u_RF, h_R2F, offs_E, activation, row_weights_R, wanted[2])
-    d_down = room.weight_gradient(d_y_RL, a_RF, offs_E, skip_empty) if wanted[2] and a_RF is not None else None
-    d_gate_up = room.weight_gradient(d_h_R2F, rows_RL, offs_E, skip_empty) if wanted[1] else None
-    d_rows_RL = None
-    if wanted[0]:
-        # Last: nothing reads the rows or d_y any more.
-        d_rows_RL = room.product(d_h_R2F, up_weight.transposed(), offs_E, exact, out_RL)
-        if clean:
-            room.zero_tail(d_rows_RL, offs_E)
-    return d_rows_RL, d_row_weights_R, d_gate_up, d_down
+    d_h_R2F, a_RF, d_row_weights_R = room.glu_backward(u_RF, h_R2F, offs_E, activation, row_weights_R, need_a)
+    return Halfway(rows_RL, d_y_RL, d_h_R2F, a_RF if need_a else None, d_row_weights_R, offs_E, up_weight, room, exact)
 
 
 def implementation(
@@ -238,4 +297,15 @@ def _triton() -> ModuleType:
     return importlib.import_module("perilune.ops.moe.triton_experts")
 
 
-__all__ = ["Dense", "Packed", "Save", "experts", "experts_backward"]
+__all__ = [
+    "Dense",
+    "Halfway",
+    "Packed",
+    "Save",
+    "begin_backward",
+    "experts",
+    "experts_backward",
+    "gate_up_product",
+    "row_gradients",
+    "weight_gradients",
+]

@@ -100,10 +100,16 @@ def glu_backward(
 
 
 def weight_gradient(
-    d_RG: torch.Tensor, x_RK: torch.Tensor, offs_E: torch.Tensor, skip_empty: bool = False
+    d_RG: torch.Tensor,
+    x_RK: torch.Tensor,
+    offs_E: torch.Tensor,
+    skip_empty: bool = False,
+    out_EGK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[E, G, K]: sum over the rows of each expert of d x^T; zero for an expert without rows (may be undefined with
-    skip_empty)."""
+    skip_empty). Written to out_EGK if given."""
+    if out_EGK is not None:
+        return out_EGK.copy_(weight_gradient(d_RG, x_RK, offs_E, skip_empty))
     if fits_grouped_mm(x_RK, d_RG.shape[1], x_RK.shape[1]):
         return nnf.grouped_mm(d_RG.t(), x_RK, offs=offs_E)
     ends = [0, *offs_E.tolist()]

@@ -77,12 +77,16 @@ def glu_product(
 
 
 def weight_gradient(
-    d_RG: torch.Tensor, x_RK: torch.Tensor, offs_E: torch.Tensor, skip_empty: bool = False
+    d_RG: torch.Tensor,
+    x_RK: torch.Tensor,
+    offs_E: torch.Tensor,
+    skip_empty: bool = False,
+    out_EGK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `products.weight_gradient`. `grouped_mm` is faster, but writes every expert."""
     if skip_empty:
-        return triton_launch.weight_gradient(_aligned(d_RG), _aligned(x_RK), offs_E, GRADIENT, skip_empty=True)
-    return products.weight_gradient(d_RG, x_RK, offs_E)
+        return triton_launch.weight_gradient(_aligned(d_RG), _aligned(x_RK), offs_E, GRADIENT, True, out_EGK)
+    return products.weight_gradient(d_RG, x_RK, offs_E, out_EGK=out_EGK)
 
 
 def _low(rows: int, experts: int, halves: int) -> Tile:

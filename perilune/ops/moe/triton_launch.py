@@ -133,11 +133,19 @@ def packed_glu_product(
 
 
 def weight_gradient(
-    d_RG: torch.Tensor, x_RK: torch.Tensor, offs_E: torch.Tensor, tile: Tile, skip_empty: bool = False
+    d_RG: torch.Tensor,
+    x_RK: torch.Tensor,
+    offs_E: torch.Tensor,
+    tile: Tile,
+    skip_empty: bool = False,
+    out_EGK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dW [E, G, K] = sum over an expert's rows of d x^T; for an expert without rows zero, or undefined (skip_empty)."""
+    """dW [E, G, K] = sum over an expert's rows of d x^T; for an expert without rows zero, or untouched (skip_empty).
+
+    Written to out_EGK (contiguous) if given.
+    """
     experts, G, K = offs_E.shape[0], d_RG.shape[1], x_RK.shape[1]
-    dw_EGK = x_RK.new_empty(experts, G, K)
+    dw_EGK = x_RK.new_empty(experts, G, K) if out_EGK is None else out_EGK
     if not x_RK.shape[0]:
         return dw_EGK.zero_()
     weight_gradient_kernel[_programs(x_RK, tile)](

@@ -1,15 +1,13 @@
 """The five steps where ranks write each other's memory: static shapes, nothing read back, fit for a CUDA graph.
 
-Same plan, rows, slots and sums as `steps.ExpertParallel`. A token's row is written straight into the receive buffer of
-each rank that computes it; there its other choices' rows are copied from it, those of copied experts into a buffer of
-their own, so that either group of experts is one grouped product. Results are written back one a choice.
+Same plan, rows, slots and sums as `steps.ExpertParallel`; `exchange` moves rows (`direct_rows`), `copies` moves experts
+(`direct_copies`).
 
 Three barriers a pass: before rows are written (counts are exchanged under it, or everybody is done with the buffers),
-after they have arrived, and after results have. Copies of experts travel on a stream of their own, with a
-barrier of their own, while own experts compute.
+after they have arrived, and after results have. What travels on a stream of its own has a barrier of its own: copies of
+experts, and the second rows of a backward pass.
 
-Legend: R ranks, E experts, M experts at home, B slots, G = M + B groups, T tokens, J choices, N rows, L width,
-F expert width.
+Legend: R ranks, E experts, M experts at home, B slots, T tokens, J choices, N rows.
 """
 
 from __future__ import annotations
@@ -19,22 +17,19 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from perilune.errors import Error
 from perilune.parallel.expert import direct_triton as kernels
+from perilune.parallel.expert.capacity import worst_case_rows
+from perilune.parallel.expert.direct_copies import ExpertCopies
+from perilune.parallel.expert.direct_rows import RowExchange
 from perilune.parallel.expert.plan import Plan, slots_for
 from perilune.parallel.expert.plan import plan as make_plan
 from perilune.parallel.expert.policy import Policy, exact
 from perilune.parallel.expert.rows_triton import count_choices, destination_rows
 from perilune.parallel.expert.stats import Stats, measure
-from perilune.parallel.expert.steps import worst_case_rows
-from perilune.parallel.expert.symmetric import Direct, Shared
+from perilune.parallel.expert.symmetric import Direct
 from perilune.parallel.expert.workspace import Workspace
-
-Weights = tuple[torch.Tensor, ...]
-_WORDS = 4096
-_WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @dataclass(frozen=True)
@@ -96,8 +91,8 @@ class DirectParallel:
                 f"{self.workspace.key}, the layer for {key}"
             )
         self.width, self.inner, self.dtype = width, inner, dtype
-        self._column = triton.next_power_of_2(width)
-        self._side = torch.cuda.Stream(transport.device) if transport.device.type == "cuda" else None
+        self.exchange = RowExchange(transport, self.workspace, top_k, self.home, align)
+        self.copies = ExpertCopies(transport, self.workspace, self.home, self.slots)
         self._flag = torch.zeros(1, dtype=torch.int32, device=transport.device)
 
     def plan(self, ids: Sequence[torch.Tensor]) -> DirectPlanned:
@@ -126,215 +121,6 @@ class DirectParallel:
                 plan.slots_RB, jobs[-1], slot[-1], rank, ranks, self.home, self.slots, BLOCK=1024, num_warps=4
             )
         return DirectPlanned(plan, tuple(dst), tuple(jobs), tuple(slot))
-
-    def begin_backward(self) -> None:
-        """All ranks are done with the buffers; needed before a dispatch that follows no plan."""
-        self._grads()
-        self.transport.barrier()
-
-    def send(
-        self, x: Sequence[torch.Tensor], planned: DirectPlanned, weights: Sequence[torch.Tensor] | None, buffer: int = 0
-    ) -> None:
-        """Write rows [T, L] into the receive buffers, and what else a plan's first rows need: weights [T, J], indices.
-
-        The second rows of a plan come without weights.
-        """
-        space = self.workspace
-        for i, (x_TL, dst_TJ) in enumerate(zip(x, planned.dst, strict=True)):
-            rank = self.transport.held[i]
-            if x_TL.shape[0]:
-                weights_TJ = x_TL if weights is None else weights[i]
-                kernels.push_rows[(x_TL.shape[0],)](
-                    x_TL.contiguous(),
-                    weights_TJ.contiguous(),
-                    dst_TJ,
-                    space.rows[buffer].table,
-                    space.origin.table,
-                    space.back.table,
-                    space.weights.table,
-                    dst_TJ,
-                    rank * self.choices,
-                    self.rows,
-                    self.width,
-                    self.top_k,
-                    ROUTE=weights is not None,
-                    JP=triton.next_power_of_2(self.top_k),
-                    LP=self._column,
-                    num_warps=8 if self._column >= 4096 else 4,
-                )
-            if self.align > 1 and weights is not None:
-                plan = planned.plan
-                kernels.mark_padding[(plan.ends_RG.shape[1],)](
-                    plan.ends_RG[rank],
-                    plan.rows_RG[rank],
-                    space.origin.mine[i],
-                    space.back.mine[i],
-                    space.weights.mine[i],
-                    BLOCK=triton.next_power_of_2(self.align),
-                    num_warps=1,
-                )
-
-    def receive(
-        self, planned: DirectPlanned, weights: bool, buffer: int = 0
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """After a barrier: (rows [N, L] of own experts, rows of copied experts from 0, and the weights [N] of either).
-
-        The first and third are views of the receive buffers, which the next dispatch overwrites.
-        """
-        space = self.workspace
-        mine, copied = list(space.rows[buffer].mine), [_beside(rows, self.slots) for rows in space.rows[buffer].mine]
-        weight, weight_copied = list(space.weights.mine), [_beside(w, self.slots) for w in space.weights.mine]
-        for i, rank in enumerate(self.transport.held):
-            kernels.expand[(self.rows,)](
-                mine[i],
-                copied[i],
-                space.origin.mine[i],
-                weight[i],
-                weight_copied[i],
-                planned.plan.ends_RG[rank],
-                self.home,
-                self.home + self.slots,
-                self.width,
-                WEIGHTS=weights,
-                LP=self._column,
-                num_warps=4,
-            )
-        return mine, copied, weight, weight_copied
-
-    def push_copies(self, weights: Sequence[Weights], planned: DirectPlanned) -> int:
-        """Write own experts into the slots that the plan asks for; returns the generation of the copies."""
-        space = self.workspace
-        space.generation += 1
-        for k, slots in enumerate(space.slots):
-            for i, rank in enumerate(self.transport.held):
-                own = weights[i][k]
-                kernels.push_experts[(_programs(own.device),)](
-                    own,
-                    planned.plan.slots_RB,
-                    planned.jobs[i],
-                    slots.table,
-                    rank,
-                    self.home,
-                    self.slots,
-                    own[0].numel(),
-                    BLOCK=_WORDS,
-                    num_warps=8,
-                )
-        return space.generation
-
-    def start_copies(self, weights: Sequence[Weights], planned: DirectPlanned) -> int:
-        """`push_copies` and a barrier beside what follows on this stream, up to `wait_for_copies`."""
-        if self._side is None or not self.slots:
-            return self.push_copies(weights, planned)
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            generation = self.push_copies(weights, planned)
-            self.transport.barrier(1)
-        return generation
-
-    def wait_for_copies(self) -> None:
-        """What follows on this stream finds the copies that were started in its rank's slots."""
-        if self._side is not None and self.slots:
-            torch.cuda.current_stream().wait_stream(self._side)
-
-    def copies(self, held_index: int, generation: int) -> Weights:
-        """The slots [B, ...] of a rank here. Raises Error once they have been written again."""
-        if generation != self.workspace.generation:
-            raise Error(
-                f"slots: copies of generation {generation} are gone, the workspace holds "
-                f"{self.workspace.generation}; push them again before the experts run"
-            )
-        return tuple(slots.mine[held_index] for slots in self.workspace.slots)
-
-    def return_rows(self, out: Sequence[torch.Tensor], copied: Sequence[torch.Tensor], planned: DirectPlanned) -> None:
-        """Write the results of own and of copied experts back to where their tokens are."""
-        for i, rank in enumerate(self.transport.held):
-            kernels.return_rows[(self.rows,)](
-                out[i],
-                copied[i],
-                self.workspace.back.mine[i],
-                self.workspace.results.table,
-                planned.plan.ends_RG[rank],
-                self.home,
-                self.home + self.slots,
-                self.choices,
-                self.width,
-                LP=self._column,
-                num_warps=4,
-            )
-
-    def combine(self, planned: DirectPlanned) -> list[torch.Tensor]:
-        """y [T, L] of each rank here: its choices' results added in choice order in max(fp32, dtype), cast once."""
-        out = []
-        for results, dst_TJ in zip(self.workspace.results.mine, planned.dst, strict=True):
-            y_TL = results.new_empty(dst_TJ.shape[0], self.width)
-            if y_TL.shape[0]:
-                kernels.sum_choices[(y_TL.shape[0],)](
-                    y_TL,
-                    results,
-                    dst_TJ,
-                    self.width,
-                    self.top_k,
-                    WIDE=_WIDE[torch.promote_types(self.dtype, torch.float32)],
-                    LP=self._column,
-                    num_warps=4,
-                )
-            out.append(y_TL)
-        return out
-
-    def return_numbers(
-        self, own: Sequence[torch.Tensor], copied: Sequence[torch.Tensor], planned: DirectPlanned
-    ) -> None:
-        """Write a number a row, [N] of own and of copied experts' rows, back to where the choices are."""
-        for i, rank in enumerate(self.transport.held):
-            kernels.return_numbers[(triton.cdiv(self.rows, 1024),)](
-                own[i],
-                copied[i],
-                self.workspace.back.mine[i],
-                self.workspace.numbers.table,
-                planned.plan.ends_RG[rank],
-                self.home,
-                self.home + self.slots,
-                self.choices,
-                BLOCK=1024,
-                num_warps=4,
-            )
-
-    def numbers(self, planned: DirectPlanned) -> list[torch.Tensor]:
-        """[T, J] of each rank here: what came back for its choices; 0 where nothing was routed."""
-        mine = self.workspace.numbers.mine
-        return [
-            torch.where(dst_TJ >= 0, numbers[: dst_TJ.numel()].view(dst_TJ.shape), 0)
-            for numbers, dst_TJ in zip(mine, planned.dst, strict=True)
-        ]
-
-    def offer_grads(self, copies: Sequence[Weights], planned: DirectPlanned) -> None:
-        """Gradients [B, ...] of copied experts to where their homes read them after a barrier."""
-        for i, rank in enumerate(self.transport.held):
-            for grads, shared in zip(copies[i], self._grads(), strict=True):
-                kernels.keep_used[(self.slots, 32)](
-                    grads, shared.mine[i], planned.plan.slots_RB[rank], grads[0].numel(), BLOCK=_WORDS, num_warps=4
-                )
-
-    def reduce_grads(self, own: Sequence[Weights], planned: DirectPlanned) -> None:
-        """Add the gradients of copies to those of own experts [M, ...], in order of rank, in place, cast once."""
-        for i in range(len(own)):
-            for grads, shared in zip(own[i] if self.slots else (), self._grads(), strict=True):
-                kernels.add_copies[(self.home, 32)](
-                    grads,
-                    planned.slot[i],
-                    shared.table,
-                    self.transport.ranks,
-                    grads[0].numel(),
-                    WIDE=_WIDE[torch.promote_types(grads.dtype, torch.float32)],
-                    BLOCK=_WORDS,
-                    num_warps=4,
-                )
-
-    def _grads(self) -> list[Shared]:
-        if len(self.workspace.rows) < 2:
-            raise Error("direct: the workspace was made with training=False; it has no buffers for a backward pass")
-        return self.workspace.grads
 
     def raise_if_refused(self) -> None:
         """Raise Error if any id was out of range since the last call; waits for the device."""
@@ -370,16 +156,6 @@ class DirectParallel:
                     f"plan: ids are {x.dtype} {tuple(x.shape)}; must be int64 [tokens, {self.top_k}] "
                     f"of at most {self.tokens} tokens"
                 )
-
-
-def _beside(like: torch.Tensor, slots: int) -> torch.Tensor:
-    """Room for the rows of copied experts, none where there are no slots; tests fill it with NaN here."""
-    return like.new_empty(like.shape if slots else (0, *like.shape[1:]))
-
-
-def _programs(device: torch.device) -> int:
-    # Enough bytes under way for NVLink; on a GPU the other multiprocessors are left to the experts.
-    return 64 if device.type == "cuda" else 3
 
 
 __all__ = ["DirectParallel", "DirectPlanned", "Workspace"]

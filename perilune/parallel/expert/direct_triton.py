@@ -9,14 +9,26 @@ L width.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+# What sums are added up in.
+WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
 def _at(table_ptr, rank, like_ptr):
     """The address of `rank`'s memory as a pointer of like_ptr's type; buffers begin at multiples of 16 bytes."""
     return tl.multiple_of(tl.load(table_ptr + rank).to(like_ptr.dtype), 16)
+
+
+@triton.jit
+def hold(nanoseconds):
+    """Do nothing for so long."""
+    start = tl.extra.cuda.globaltimer()
+    while tl.extra.cuda.globaltimer() - start < nanoseconds:
+        pass
 
 
 @triton.jit
@@ -193,42 +205,31 @@ def push_experts(own_ptr, slots_ptr, jobs_ptr, table_ptr, rank, home, slots, wor
 
 
 @triton.jit
-def keep_used(grads_ptr, to_ptr, slots_ptr, words, BLOCK: tl.constexpr):
-    """Program (b, i): gradients of slot b, where it holds a copy, to the buffer that its home reads."""
-    b = tl.program_id(0)
-    if tl.load(slots_ptr + b) >= 0:
-        pieces = (words + BLOCK - 1) // BLOCK
-        for piece in range(tl.program_id(1), pieces, tl.num_programs(1)):
-            i = piece * BLOCK + tl.arange(0, BLOCK)
-            at = b.to(tl.int64) * words + i
-            tl.store(to_ptr + at, tl.load(grads_ptr + at, mask=i < words), mask=i < words)
-
-
-@triton.jit
-def add_copies(own_ptr, slot_ptr, table_ptr, ranks, words, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (m, i): gradients of own expert m plus those of its copies in order of rank, in place, cast once."""
-    m = tl.program_id(0)
-    any_copy = False
-    for r in range(0, ranks):
-        any_copy = any_copy | (tl.load(slot_ptr + m * ranks + r) >= 0)
-    if any_copy:
-        pieces = (words + BLOCK - 1) // BLOCK
-        for piece in range(tl.program_id(1), pieces, tl.num_programs(1)):
-            i = piece * BLOCK + tl.arange(0, BLOCK)
-            at = own_ptr + m.to(tl.int64) * words + i
-            total = tl.load(at, mask=i < words).to(WIDE)
-            for r in range(0, ranks):
-                slot = tl.load(slot_ptr + m * ranks + r)
-                if slot >= 0:
-                    base = _at(table_ptr, r, own_ptr)
-                    total += tl.load(base + slot.to(tl.int64) * words + i, mask=i < words).to(WIDE)
-            tl.store(at, total.to(own_ptr.dtype.element_ty), mask=i < words)
+def add_copies(own_ptr, slot_ptr, table_ptr, ranks, home, words, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients of own experts plus those of their copies in order of rank, in place, cast once. Any grid."""
+    pieces = (words + BLOCK - 1) // BLOCK
+    for m in range(0, home):
+        any_copy = False
+        for r in range(0, ranks):
+            any_copy = any_copy | (tl.load(slot_ptr + m * ranks + r) >= 0)
+        if any_copy:
+            for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+                i = piece * BLOCK + tl.arange(0, BLOCK)
+                total = tl.load(own_ptr + i, mask=i < words).to(WIDE)
+                for r in range(0, ranks):
+                    slot = tl.load(slot_ptr + m * ranks + r)
+                    if slot >= 0:
+                        base = _at(table_ptr, r, own_ptr)
+                        total += tl.load(base + slot.to(tl.int64) * words + i, mask=i < words).to(WIDE)
+                tl.store(own_ptr + i, total.to(own_ptr.dtype.element_ty), mask=i < words)
+        own_ptr += words
 
 
 __all__ = [
+    "WIDE",
     "add_copies",
     "expand",
-    "keep_used",
+    "hold",
     "list_copies",
     "mark_padding",
     "push_counts",

@@ -158,11 +158,9 @@ class _Balanced(torch.autograd.Function):
         copies = parallel.prefetch(own, planned)
         for i in range(len(rows)):
             theirs = _used(planned, parallel, i, copies)
-            parts = [
-                moe.experts(x, weights, offs, run[2], exact=run[3], row_weights_R=w)
-                for x, w, weights, offs in _halves(run, i, rows[i], row_weights[i], own[i], theirs)
-            ]
-            rows[i] = torch.cat(parts) if len(parts) > 1 else parts[0]
+            for x, w, weights, offs in _halves(run, i, rows[i], row_weights[i], own[i], theirs):
+                options = {"exact": run[3], "row_weights_R": w, "clean": False, "out_RL": _room_of(x)}
+                _keep(x, moe.experts(x, weights, offs, run[2], **options))
         return torch.cat(parallel.combine(rows, planned))
 
     @staticmethod
@@ -175,20 +173,21 @@ class _Balanced(torch.autograd.Function):
         d_out = parallel.dispatch(d_y_TL.split(planned.tokens), planned)
         own = split_own(parallel, tensors)
         copies = parallel.prefetch(own, planned)
-        d_rows, d_weights, d_tensors = [], [], []
+        d_weights, d_tensors = [], []
         for i in range(len(rows)):
             theirs = _used(planned, parallel, i, copies)
             halves = _halves(run, i, rows[i], row_weights[i], own[i], theirs)
             grads, start = [], 0
             for x, w, weights, offs in halves:
                 d_part = d_out[i][start : start + x.shape[0]]
-                grads.append(moe.experts_backward(d_part, x, weights, offs, activation, exact=exact, row_weights_R=w))
+                options = {"exact": exact, "row_weights_R": w, "clean": False, "out_RL": _room_of(x)}
+                grads.append(moe.experts_backward(d_part, x, weights, offs, activation, **options))
+                _keep(x, grads[-1][0])
                 start += x.shape[0]
-            d_rows.append(torch.cat([g[0] for g in grads]))
             d_weights.append(torch.cat([g[1] for g in grads if g[1] is not None]).unsqueeze(-1))
             none = tuple(t[:0] for t in own[i])
             d_tensors.append((grads[0][2:], grads[1][2:] if len(grads) > 1 else none))
-        d_x = parallel.combine(d_rows, planned)
+        d_x = parallel.combine(rows, planned)
         d_w = [d_TJ1.squeeze(-1) for d_TJ1 in parallel.give_back(d_weights, planned)]
         d_home: list[torch.Tensor | None] = [None] * len(tensors)
         if kind is Dense:
@@ -211,6 +210,16 @@ def _halves(
         (rows_NL[:cut], weights_N[:cut], kind(*own), ends_G[:home]),
         (rows_NL[cut:], weights_N[cut:], kind(*copies), ends_G[home : home + used] - cut),
     ]
+
+
+def _room_of(rows_NL: torch.Tensor) -> torch.Tensor | None:
+    """Results go over the rows that they are made of, where kernels can write them there."""
+    return rows_NL if rows_NL.data_ptr() % 16 == 0 else None
+
+
+def _keep(rows_NL: torch.Tensor, out_NL: torch.Tensor) -> None:
+    if out_NL is not rows_NL:
+        rows_NL.copy_(out_NL)
 
 
 def _used(planned: Planned, parallel: ExpertParallel, held_index: int, copies: Copies) -> Weights:

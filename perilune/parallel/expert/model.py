@@ -45,7 +45,12 @@ class Mixture:
         activation: Activation,
         experts: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """y_TL. `experts` is not used: products on other ranks are not this model's to choose."""
+        """y_TL. `experts` is not used: products on other ranks are not this model's to choose.
+
+        Raises Error where the model rounds what stands between the experts' products (quant.activations "all").
+        """
+        if "inner_rule" in getattr(experts, "keywords", {}):
+            raise Error("quant.activations is 'all'; experts on several ranks allow 'none' and 'inputs'")
         sizes = even_split(z_TL.shape[0], len(self.parallel.transport.held))
         planned = self.parallel.plan(routing.ids_TJ.split(sizes))
         self.planned.append(planned)

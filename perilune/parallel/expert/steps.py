@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from perilune.errors import Error
+from perilune.ops import moe
 from perilune.ops.mx import BLOCK, RULES, decode_mxfp4, encode_mxfp4
 from perilune.ops.precision import widen
+from perilune.parallel.expert.capacity import worst_case_rows
 from perilune.parallel.expert.plan import Plan, count, slots_for
 from perilune.parallel.expert.plan import plan as make_plan
-from perilune.parallel.expert.policy import PARTS, Policy, exact
+from perilune.parallel.expert.policy import Policy, exact
 from perilune.parallel.expert.routes import Route, column, global_payload, padding, source_of
 from perilune.parallel.expert.slots import Copies, SlotPool
 from perilune.parallel.expert.stats import Stats, measure
@@ -50,7 +52,7 @@ class Planned:
 
 
 class ExpertParallel:
-    """What stays fixed over the steps: transport, sizes, policy, the slots.
+    """What stays fixed over the steps: transport, sizes, policy, the slots. The steps build no autograd graph.
 
     experts E in all; top_k J; tokens: the most that a rank ever has; align: groups are padded to a multiple of it;
     domains: ranks with the same number share a fast link; rows: length of a rank's buffer. Without it the buffer
@@ -130,6 +132,7 @@ class ExpertParallel:
         ]
         return Planned(plan, tuple(routes), payloads, choices, slots, tuple(row[-3] for row in read))
 
+    @torch.no_grad()
     def dispatch(self, x: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """x [T, L] of each rank -> its buffer [N, L], rows grouped by expert; padding is zero, the tail undefined."""
         routes = planned.routes
@@ -139,10 +142,11 @@ class ExpertParallel:
             [route.payloads_received for route in routes],
         )
         return [
-            self._place(payload_PL.index_select(0, route.payload_n), planned, rank)
+            self._place(payload_PL, route.payload_n, planned, rank)
             for rank, (payload_PL, route) in enumerate(zip(arrived, routes, strict=True))
         ]
 
+    @torch.no_grad()
     def dispatch_weights(self, weights: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """weights [T, J] of each rank -> [N], the weight of each buffer row; padding is zero, the tail undefined."""
         routes = planned.routes
@@ -151,7 +155,12 @@ class ExpertParallel:
             [route.choices_sent for route in routes],
             [route.choices_received for route in routes],
         )
-        return [self._place(w_n1, planned, rank).squeeze(1) for rank, w_n1 in enumerate(arrived)]
+        return [
+            self._place(
+                w_n1, torch.arange(w_n1.shape[0], dtype=torch.int32, device=w_n1.device), planned, rank
+            ).squeeze(1)
+            for rank, w_n1 in enumerate(arrived)
+        ]
 
     def prefetch(self, weights: Sequence[Weights], planned: Planned) -> Copies:
         """weights: tensors [M, ...] of each rank's own experts -> copies in the slots that the plan asks for."""
@@ -184,54 +193,50 @@ class ExpertParallel:
         """What a copy of `numbers` dense weights of `size` bytes each takes on the way."""
         return numbers * size if self.copy_rule is None else numbers // 2 + numbers // BLOCK
 
+    @torch.no_grad()
     def combine(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """Buffers [N, L] -> y [T, L]: choices added in order j = 0, 1, ... in max(fp32, dtype), cast once."""
         out = []
-        for x_TJL in self.give_back(rows, planned):
+        for x_nL, route in zip(self._returned(rows, planned), planned.routes, strict=True):
+            if 0 < x_nL.shape[0] == route.tokens * self.top_k:
+                out.append(moe.combine(x_nL, route.choice_n.long(), None, self.top_k))
+                continue
+            x_TJL = self._by_choice(x_nL, route)
             y_TL = widen(x_TJL[:, 0])
             for j in range(1, self.top_k):
                 y_TL = y_TL + x_TJL[:, j]
             out.append(y_TL.to(x_TJL.dtype))
         return out
 
+    @torch.no_grad()
     def give_back(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """Buffers [N, L] -> [T, J, L]: each choice's row back at its token; zero where nothing was routed."""
-        routes = planned.routes
-        arrived = self.transport.exchange(
-            [rows_NL.index_select(0, route.row_n) for rows_NL, route in zip(rows, routes, strict=True)],
-            [route.choices_received for route in routes],
-            [route.choices_sent for route in routes],
-        )
-        out = []
-        for x_nL, route in zip(arrived, routes, strict=True):
-            x_TJL = x_nL.new_zeros(route.tokens * self.top_k, x_nL.shape[1])
-            out.append(x_TJL.index_copy_(0, route.choice_n.long(), x_nL).view(route.tokens, self.top_k, x_nL.shape[1]))
-        return out
+        returned = self._returned(rows, planned)
+        return [self._by_choice(x_nL, route) for x_nL, route in zip(returned, planned.routes, strict=True)]
 
     def reduce_grads(
         self, own: Sequence[Weights], copies: Sequence[Weights], planned: Planned
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Gradients [M, ...] of own experts and [B, ...] of copies -> [M, ...], the copies' added in rank order.
+        """Add gradients [B, ...] of copies to those of own experts [M, ...], in place and in order of rank.
 
-        Added in max(fp32, dtype) and cast once.
+        The sum of an expert is taken in max(fp32, dtype) and cast once.
         """
         held, ranks = self.transport.held, self.transport.ranks
-        if not any(planned.slots):
-            return list(own)
-        back = [[self._wanted(planned, home, rank) for rank in range(ranks)] for home in held]
-        received = [[len(ids) for ids in row] for row in back]
-        sent = [[len(self._wanted(planned, home, r)) for home in range(ranks)] for r in held]
-        out: list[list[torch.Tensor]] = [[] for _ in held]
-        for k in range(len(own[0])):
-            sends = [grads[k][: sum(sizes)] for grads, sizes in zip(copies, sent, strict=True)]
-            for i, arrived in enumerate(self.transport.exchange(sends, sent, received)):
-                dtype = own[i][k].dtype
-                total = own[i][k].to(torch.promote_types(dtype, torch.float32), copy=True)
-                # In order of rank, since copies arrive in it.
-                for e, grad in zip((e for ids in back[i] for e in ids), arrived, strict=True):
-                    total[e] += grad
-                out[i].append(total.to(dtype))
-        return [tuple(grads) for grads in out]
+        if any(planned.slots):
+            back = [[self._wanted(planned, home, rank) for rank in range(ranks)] for home in held]
+            received = [[len(ids) for ids in row] for row in back]
+            sent = [[len(self._wanted(planned, home, r)) for home in range(ranks)] for r in held]
+            for k in range(len(own[0])):
+                sends = [grads[k][: sum(sizes)] for grads, sizes in zip(copies, sent, strict=True)]
+                for i, arrived in enumerate(self.transport.exchange(sends, sent, received)):
+                    # Copies arrive in order of rank.
+                    copied = [e for ids in back[i] for e in ids]
+                    for e in sorted(set(copied)):
+                        total = widen(own[i][k][e])
+                        for grad in (g for other, g in zip(copied, arrived, strict=True) if other == e):
+                            total = total + grad
+                        own[i][k][e] = total.to(own[i][k].dtype)
+        return [tuple(grads) for grads in own]
 
     def stats(self, planned: Planned, row_bytes: int, expert_bytes: int) -> Stats:
         """What the plan did; row_bytes of one token's input, expert_bytes of one expert's weights. Reads the host."""
@@ -241,12 +246,29 @@ class ExpertParallel:
         """Which of `home`'s experts are copied to `rank`, as indices into its own."""
         return [e - home * self.home for e in planned.slots[rank] if e // self.home == home]
 
-    def _place(self, x_nL: torch.Tensor, planned: Planned, held_index: int) -> torch.Tensor:
-        route, rank = planned.routes[held_index], self.transport.held[held_index]
-        buffer_NL = _buffer(x_nL, self.rows)
+    def _returned(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
+        """Buffers [N, L] -> [n, L] back at each source, in the order in which its choices went."""
+        routes = planned.routes
+        return self.transport.exchange(
+            [rows_NL.index_select(0, route.row_n) for rows_NL, route in zip(rows, routes, strict=True)],
+            [route.choices_received for route in routes],
+            [route.choices_sent for route in routes],
+        )
+
+    def _by_choice(self, x_nL: torch.Tensor, route: Route) -> torch.Tensor:
+        x_TJL = x_nL.new_zeros(route.tokens * self.top_k, x_nL.shape[1])
+        return x_TJL.index_copy_(0, route.choice_n.long(), x_nL).view(route.tokens, self.top_k, x_nL.shape[1])
+
+    def _place(self, x_PL: torch.Tensor, index_n: torch.Tensor, planned: Planned, held_index: int) -> torch.Tensor:
+        """x[index_n] to the buffer rows of the arrived choices."""
+        row_n, rank = planned.routes[held_index].row_n.long(), self.transport.held[held_index]
+        buffer_NL = _buffer(x_PL, self.rows)
+        end = row_n.shape[0] if self.align == 1 else int(planned.plan.ends_RG[rank, -1])
+        source_N = torch.zeros(end, dtype=index_n.dtype, device=index_n.device).scatter_(0, row_n, index_n)
+        torch.index_select(x_PL, 0, source_N, out=buffer_NL[:end])
         if self.align > 1:
             buffer_NL.index_fill_(0, padding(planned.plan, rank), 0)
-        return buffer_NL.index_copy_(0, route.row_n.long(), x_nL)
+        return buffer_NL
 
     def _checked(self, ids_TJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids that can be planned, int64 [1] that is not 0 where these are not the ones given)."""
@@ -271,41 +293,9 @@ class ExpertParallel:
             raise Error(f"plan: rank {refused.index(True)} refused its ids; its own message says why")
 
 
-def worst_case_rows(
-    policy: Policy,
-    ranks: int,
-    experts: int,
-    top_k: int,
-    tokens: int,
-    align: int,
-    domains: Sequence[int] | None,
-) -> int:
-    """The most rows, padding included, that a rank can get. Raises Error for sizes that cannot be."""
-    if experts < 1 or experts % ranks:
-        raise Error(f"experts is {experts}; must be a multiple of the {ranks} ranks")
-    if not 1 <= top_k <= experts:
-        raise Error(f"top_k is {top_k}; must be in 1..{experts}")
-    if tokens < 0 or align < 1:
-        raise Error(f"tokens is {tokens} and align {align}; must be >= 0 and >= 1")
-    if domains is not None and len(domains) != ranks:
-        raise Error(f"domains has {len(domains)} numbers; must have one for each of the {ranks} ranks")
-    home, rows = experts // ranks, tokens * top_k
-    if policy.kind in ("budget", "off"):
-        rows *= ranks
-    if policy.kind == "tolerant":
-        limit = -(-rows * (PARTS + round(policy.eps * PARTS)) // PARTS)
-        # Refused copies stay at home. While a donor's largest expert has min_rows, each ends a quota: R - 1 of them.
-        # After that it has fewer than M min_rows rows left, whatever is refused.
-        rows = min(max(limit, home * policy.min_rows) + policy.min_rows * (ranks - 1), rows * ranks)
-    groups = home + slots_for(policy, ranks, experts)
-    if policy.kind in ("exact", "one_donor"):
-        groups = 2 * home
-    return -(-(rows + (align - 1) * groups) // align) * align
-
-
 def _buffer(like_nL: torch.Tensor, rows: int) -> torch.Tensor:
     """Uninitialised rows; tests fill them with NaN here."""
     return like_nL.new_empty(rows, like_nL.shape[1])
 
 
-__all__ = ["ExpertParallel", "Planned", "worst_case_rows"]
+__all__ = ["ExpertParallel", "Planned"]

@@ -39,6 +39,14 @@ class Direct(Protocol):
         """
         ...
 
+    def signal(self, channel: int) -> None:
+        """The first half of a barrier: tell all ranks that what was written before is there; waits for nobody."""
+        ...
+
+    def wait(self, channel: int) -> None:
+        """The second half, on any stream: what ranks wrote before their `signal` can be read after it."""
+        ...
+
     def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """int64 [n] from every rank -> [R, n]; may wait for the device."""
         ...
@@ -56,7 +64,9 @@ class Virtual(Local):
         return Shared(mine, torch.tensor([t.data_ptr() for t in mine], dtype=torch.int64, device=self.device))
 
     def barrier(self, channel: int = 0) -> None:
-        """Kernels of one stream run one after the other."""
+        """Kernels of one stream run one after the other, and the streams of a layer wait for each other."""
+
+    signal = wait = barrier
 
 
 class Symmetric:
@@ -74,6 +84,7 @@ class Symmetric:
         self.group = group if group is not None else dist.distributed_c10d._get_default_group()
         self.ranks = dist.get_world_size(group)
         self.held: tuple[int, ...] = (dist.get_rank(group),)
+        self._others = [rank for rank in range(self.ranks) if rank not in self.held]
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._milliseconds = round(timeout * 1e3)
         self._handle: Any = None
@@ -88,6 +99,14 @@ class Symmetric:
 
     def barrier(self, channel: int = 0) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._milliseconds)
+
+    def signal(self, channel: int) -> None:
+        for rank in self._others:
+            self._handle.put_signal(rank, channel, self._milliseconds)
+
+    def wait(self, channel: int) -> None:
+        for rank in self._others:
+            self._handle.wait_signal(rank, channel, self._milliseconds)
 
     def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         out = [torch.empty_like(rows[0]) for _ in range(self.ranks)]
