@@ -6,9 +6,11 @@ decode: tokens a second and ms a step at batch 1 to 256, with and without CUDA g
 the bytes that a step must read (weights but the embedding, the experts that a uniform router would touch, matrices and
 tails, MLA rows) over --bandwidth. ttft: time to the first token by how much of the prompt is cached, on the device and
 on the host. drafts: prompt lookup on a text that repeats itself. long: one long prompt, cold and warm, and the time to
-the first token of short prompts that arrive while it is computed. peer: transformers' generate, if it runs.
---layers: fewer than all 27. Times are wall clock around whole steps (decode: three runs of --steps steps), after a
-warm-up of the same shapes; every prompt is random tokens.
+the first token of short prompts that arrive while it is computed. replay: `serve_replay`. load: a checkpoint of this
+model written to --folder and read again, from the page cache. peer: transformers' generate, if it runs.
+--layers: fewer than all 27. --shape k3: layers of Kimi-K3 with --experts of its 896 experts (a rank's share). Times are
+wall clock around whole steps (decode: three runs of --steps steps), after a warm-up of the same shapes; every prompt is
+random tokens.
 """
 
 from __future__ import annotations
@@ -24,20 +26,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from serve_replay import replay
 
 from perilune import ModelConfig, Transformer
+from perilune.model import load, save
 from perilune.serve import Engine, EngineConfig, Params
 from perilune.serve.control import sleep
 
 VOCABULARY = 163840
 
 
-def config_of(layers: int) -> ModelConfig:
-    """The first `layers` layers of Kimi-Linear-48B-A3B."""
-    base = ModelConfig.from_pretrained("kimi-linear-48b-a3b")
+def config_of(layers: int, shape: str = "kimi-linear", experts: int | None = None, packed: bool = False) -> ModelConfig:
+    """The first `layers` layers of Kimi-Linear-48B-A3B or Kimi-K3, perhaps with fewer experts."""
+    base = ModelConfig.from_pretrained({"kimi-linear": "kimi-linear-48b-a3b", "k3": "kimi-k3"}[shape])
     return dataclasses.replace(
         base,
         num_layers=layers,
+        moe=dataclasses.replace(base.moe, num_experts=experts or base.moe.num_experts),
+        quant=base.quant if packed else None,
         vocab_size=VOCABULARY,
         kda=dataclasses.replace(base.kda, layers=tuple(i for i in base.kda.layers if i < layers)),
         mla=dataclasses.replace(base.mla, layers=tuple(i for i in base.mla.layers if i < layers)),
@@ -50,7 +56,7 @@ def config_of(layers: int) -> ModelConfig:
 def random_model(config: ModelConfig, device: str) -> Transformer:
     """bf16 weights (fp32 where the model keeps fp32) made on the device."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config, packed=config.quant is not None)
     model = model.to(torch.bfloat16).to_empty(device=device)
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
@@ -63,6 +69,11 @@ def random_model(config: ModelConfig, device: str) -> Transformer:
         else:
             parameter.normal_(0.0, 0.02)
     for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("_codes"):
+                buffer.random_(0, 256)
+            elif name.endswith("_scales"):
+                buffer.fill_(121)  # 2^-6
         if hasattr(module, "bias_E"):
             module.bias_E = torch.zeros_like(module.bias_E, dtype=torch.float32)
     return model.eval()
@@ -94,6 +105,7 @@ def floor_bytes(model: Transformer, batch: int, cached: int) -> int:
             experts += parameter.numel() * parameter.element_size()
         elif not name.startswith("embed"):
             weights += parameter.numel() * parameter.element_size()
+    experts += sum(buffer.nbytes for name, buffer in model.named_buffers() if name.endswith(("_codes", "_scales")))
     touched = 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
     kda, mla = len(config.kda.layers), len(config.mla.layers)
     heads, dim = config.kda.num_heads, config.kda.head_dim
@@ -265,13 +277,18 @@ def peer(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, 
     """transformers' generate at the same depth, in process, with weights of its own."""
     import transformers
 
-    theirs_config = transformers.KimiLinearConfig.from_dict(model.config.to_dict())
-    with torch.device("cuda"):
-        theirs = transformers.KimiLinearForCausalLM(theirs_config).to(torch.bfloat16).eval()
+    theirs_config = transformers.KimiLinearConfig.from_dict(model.config.to_hf())
+    with torch.device("meta"):
+        theirs = transformers.KimiLinearForCausalLM(theirs_config).to(torch.bfloat16)
+    theirs = theirs.to_empty(device=options.device).eval()
+    for parameter in theirs.parameters():
+        parameter.normal_(0.0, 0.02)
+    for buffer in theirs.buffers():
+        buffer.zero_()
     for batch in (1, 16):
-        ids = torch.tensor(prompts(batch, 512), device="cuda")
+        ids = torch.tensor(prompts(batch, 512), device=options.device)
         made = {}
-        for count in (4, 20):
+        for count in (4, 4, 20):  # the first is a warm-up
             begin = now()
             theirs.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
             made[count] = now() - begin
@@ -279,7 +296,35 @@ def peer(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, 
         yield {"peer": "transformers", "batch": batch, "ms": round(step * 1e3, 2), "tokens_s": round(batch / step, 1)}
 
 
-PARTS = {"decode": decode, "ttft": ttft, "drafts": drafts, "long": long, "peer": peer}
+def read(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """GB/s of `perilune.model.load` on files that the system has in memory."""
+    folder = Path(options.folder)
+    begin = now()
+    save(model, folder)
+    written = now() - begin
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    times = []
+    for _ in range(3):
+        begin = now()
+        load(folder, options.device)
+        times.append(now() - begin)
+    yield {
+        "gb": round(size / 1e9, 2),
+        "written_gb_s": round(size / written / 1e9, 2),
+        "read_gb_s": round(size / statistics.median(times) / 1e9, 2),
+        "seconds": [round(t, 2) for t in times],
+    }
+
+
+PARTS = {
+    "decode": decode,
+    "ttft": ttft,
+    "drafts": drafts,
+    "long": long,
+    "replay": replay,
+    "load": read,
+    "peer": peer,
+}
 
 
 def main() -> None:
@@ -293,18 +338,30 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=262144)
     parser.add_argument("--arena", type=int, default=8 * 10**9, help="bytes of the device arena")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second of the floor")
+    parser.add_argument("--shape", choices=("kimi-linear", "k3"), default="kimi-linear")
+    parser.add_argument("--experts", type=int)
+    parser.add_argument("--packed", action="store_true", help="experts of Kimi-K3 as MXFP4 codes, as it is stored")
+    parser.add_argument("--trace", type=Path, help="of the replay")
+    parser.add_argument("--offsets", type=Path)
+    parser.add_argument("--sessions", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--faster", type=float, default=100.0, help="how much faster than the trace")
+    parser.add_argument("--replay-arena", type=int, default=1_500_000_000)
+    parser.add_argument("--folder", default="/tmp/perilune-bench-checkpoint")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    config = config_of(options.layers)
+    config = config_of(options.layers, options.shape, options.experts, options.packed)
     model = random_model(config, options.device)
     facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
         "versions": {"torch": torch.__version__},
         "date": datetime.date.today().isoformat(),
+        "shape": options.shape,
         "layers": options.layers,
+        "experts": config.moe.num_experts,
         "mla_layers": len(config.mla.layers),
-        "weights_gb": round(sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9, 2),
+        "weights_gb": round(sum(p.nbytes for p in [*model.parameters(), *model.buffers()]) / 1e9, 2),
         "bandwidth": options.bandwidth,
     }
     print(json.dumps(facts), flush=True)

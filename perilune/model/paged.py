@@ -21,6 +21,7 @@ from torch import nn
 from perilune.model.fused import project
 from perilune.model.kda import KdaLayer
 from perilune.model.mla import MlaLayer
+from perilune.model.paged_static import Static, static_kda
 from perilune.model.transformer import Hidden, Stats, Transformer
 from perilune.ops.activation import sigmoid
 from perilune.ops.conv import short_conv
@@ -64,6 +65,8 @@ class Prefilling:
     """Pieces of prompts, the rows from `first` on. sequences: their lengths and starts. slots_N: int64, no padding.
 
     exports: of each sequence the positions inside it, on the 64-grid, whose states are wanted.
+    static: instead, one piece in a bucket of fixed shapes (`paged_static`); sequences are the bucket's rows then, and
+    `PagedBatch.absorbed` attends for it.
     """
 
     first: int
@@ -71,6 +74,7 @@ class Prefilling:
     slots_N: torch.Tensor
     table_MNW: torch.Tensor
     exports: tuple[tuple[int, ...], ...] = ()
+    static: Static | None = None
 
     @property
     def rows(self) -> slice:
@@ -83,6 +87,7 @@ class PagedBatch:
 
     drafted: filled for each KDA layer and each group wider than 1 with what `accept_inplace` needs.
     exported: filled for each KDA layer with the matrices [E, H, K, V] and windows [E, 3, C] of the exports, in order.
+    absorbed: the rows of a static prefill piece as MLA layers see them.
     """
 
     tokens_T: torch.Tensor
@@ -91,6 +96,7 @@ class PagedBatch:
     prefilling: Prefilling | None
     drafted: list[list[decode.Projected]] = field(default_factory=list)
     exported: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    absorbed: Sequence[Decoding] = ()
 
 
 def paged_hidden(
@@ -151,7 +157,17 @@ def _kda(model: Transformer, attn: KdaLayer, x_TD: torch.Tensor, batch: PagedBat
             outputs.append(decode.tail_verify_inplace(inputs, weights, *state, group.width))
             drafted.append(inputs)
     batch.drafted.append(drafted)
-    if batch.prefilling is not None:
+    if batch.prefilling is not None and batch.prefilling.static is not None:
+        rows, slot = batch.prefilling.rows, batch.prefilling.slots_N
+        before = (pool.matrix_SHKV.index_select(0, slot)[0], pool.window_S3C.index_select(0, slot)[0])
+        o_THK, matrix_HKV, window_3C, exported = static_kda(
+            attn, u_TC[rows], g_raw_THK[rows], beta_TH[rows], *before, batch.prefilling.static
+        )
+        batch.exported.append((exported[0][None], exported[1][None]))
+        pool.matrix_SHKV.index_copy_(0, slot, matrix_HKV[None])
+        pool.window_S3C.index_copy_(0, slot, window_3C[None])
+        outputs.append(gated_rms_norm(o_THK.to(x_TD.dtype), attn.o_norm_K, gate_THK[rows], attn.eps))
+    elif batch.prefilling is not None:
         filling, rows = batch.prefilling, batch.prefilling.rows
         sequences, slots_N, before_N3C = filling.sequences, filling.slots_N, pool.window_S3C[filling.slots_N]
         conv_TC, window_N3C = short_conv(u_TC[rows], attn.conv_CW, sequences, before_N3C)
@@ -211,11 +227,11 @@ def _mla(
     c_TR, k_rope_TO = latent_TL.split([attn.rank, attn.rope], dim=-1)
     rows_TL = torch.cat([rms_norm(c_TR, attn.kv_a_norm, attn.eps), k_rope_TO], dim=-1)
     append_rows_inplace(pages_PBL, rows_TL, batch.append_MT[rank], row_scale=row_scale)
-    outputs = []
-    if batch.decoding:
+    outputs, groups = [], [*batch.decoding, *batch.absorbed]
+    if groups:
         kv_b_HXR = attn.kv_b_proj.weight.unflatten(0, (attn.heads, attn.nope + attn.v_dim))
         to_key_HPR, to_value_HVR = kv_b_HXR.split([attn.nope, attn.v_dim], dim=1)
-    for group in batch.decoding:
+    for group in groups:
         q_nope_THP, q_rope_THO = q_THQ[group.rows].split([attn.nope, attn.rope], dim=-1)
         q_latent_THR = torch.einsum("thp,hpr->thr", q_nope_THP, to_key_HPR)
         table_NW = group.table_MNW[rank]
@@ -233,7 +249,7 @@ def _mla(
             split=split,
         )
         outputs.append(torch.einsum("thr,hvr->thv", o_THR, to_value_HVR))
-    if batch.prefilling is not None:
+    if batch.prefilling is not None and batch.prefilling.static is None:
         rows = batch.prefilling.rows
         expand = partial(attn.keys_values, parts=parts)
         k_THQ, v_THV = expand(rows_TL[rows])

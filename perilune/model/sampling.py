@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from perilune.errors import Error
+from perilune.ops.upload import upload
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def draw(weights_NV: torch.Tensor, ids_NV: torch.Tensor, uniform_N: torch.Tensor
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return upload(list(values), like.dtype, like.device).unsqueeze(-1)
 
 
 __all__ = ["Sampling", "draw", "ordered"]

@@ -15,6 +15,12 @@ Object = dict[str, Any]
 # Anthropic's names of how much to think -> those of the chat format.
 _EFFORTS = {"low": "low", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 
+_FIELDS = {
+    "tool_choice.function": "tool_choice",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+
 
 class CountTokens(Strict):
     """/v1/messages/count_tokens."""
@@ -75,7 +81,7 @@ def translate(body: CountTokens) -> Translated:
     if body.messages[-1]["role"] == "assistant":
         raise Error(f"messages[{len(body.messages) - 1}].role is 'assistant'; the last message must be the user's")
     fields: Object = {"model": body.model, "messages": out, "thinking": _thinking(body.thinking)}
-    if body.tools:
+    if body.tools is not None:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(body.tools, "tools"))]
         for i in range(len(body.tools)):
             renamed[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
@@ -87,6 +93,7 @@ def translate(body: CountTokens) -> Translated:
         fields |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
         renamed["stop"] = "stop_sequences"
+    renamed |= _FIELDS
     return Translated(Chat(**fields), renamed, marks)
 
 
@@ -99,6 +106,7 @@ def _user(content: Any, where: str) -> list[Object]:
     for i, block in enumerate(_blocks(content, where)):
         here = f"{where}[{i}]"
         if block.get("type") == "tool_result":
+            _need_text(block, "tool_use_id", here)
             answer = block.get("content")
             text = [] if answer is None else _texts(answer, f"{here}.content")
             out.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
@@ -122,6 +130,8 @@ def _assistant(content: Any, where: str) -> list[Object]:
                 raise Error(f"{here}.thinking must be a text")
             thought.append(block["thinking"])
         elif block.get("type") == "tool_use":
+            _need_text(block, "id", here)
+            _need_text(block, "name", here)
             if not isinstance(block.get("input"), Mapping):
                 raise Error(f"{here}.input must be an object")
             function = {"name": block.get("name"), "arguments": block["input"]}
@@ -130,6 +140,11 @@ def _assistant(content: Any, where: str) -> list[Object]:
             said.append(_text(block, here))
     message: Object = {"role": "assistant", "content": said, "reasoning_content": "".join(thought)}
     return [{**message, "tool_calls": calls} if calls else message]
+
+
+def _need_text(block: Mapping[str, Any], field: str, where: str) -> None:
+    if not isinstance(block.get(field), str) or not block[field]:
+        raise Error(f"{where}.{field} is {str(block.get(field))[:60]!r}; must be a text that is not empty")
 
 
 def _texts(content: Any, where: str) -> Any:
@@ -205,7 +220,7 @@ def _output(config: Any) -> Object:
     out: Object = {}
     effort, format = config.get("effort"), config.get("format")
     if effort is not None:
-        if effort not in _EFFORTS:
+        if not isinstance(effort, str) or effort not in _EFFORTS:
             raise Error(f"output_config.effort is {str(effort)[:60]!r}; allowed: {', '.join(_EFFORTS)}")
         out["reasoning_effort"] = _EFFORTS[effort]
     if format is not None:

@@ -60,8 +60,7 @@ def build_app(config: ServerConfig, llm: Source) -> FastAPI:
         title="Perilune",
         version=perilune.__version__,
         lifespan=_lifespan,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,
         telemetry=telemetry(config.otlp_traces_endpoint),
     )
     app.state.context = context

@@ -16,15 +16,15 @@ import xgrammar
 
 from perilune.chat.render import json_type
 from perilune.errors import Error
-from perilune.serve.server.marks import CLOSE, OPEN, RESERVED, SEP, SPELLED, without_marks
-from perilune.serve.server.schemas import DEEPEST, Schema, merged, moved, plain, target
+from perilune.serve.server.marks import CLOSE, OPEN, RESERVED, SEP, SPELLED, check_plain, without_marks
+from perilune.serve.server.schemas import DEEPEST, Schema, budget, checked, look, merged, moved, plain, target
 
 Format = dict[str, Any]
 
 TYPES = ("string", "number", "boolean", "null", "object", "array")
 # Text in which no marker can be read.
 PLAIN: Format = {"type": "any_text", "excludes": [*RESERVED, *SPELLED]}
-_MOST = 10_000  # schemas that are looked at
+_LARGEST = 4_000_000  # characters of all schemas of a call that are given to xgrammar: each has all that is referred to
 _LONGEST = 4096  # characters that a length is counted up to
 _KEYWORDS = {
     "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties"),
@@ -52,7 +52,7 @@ def json_value(schema: Schema | bool) -> Format:
     """JSON text of a schema, without line breaks. Raises Error for a schema that cannot be followed."""
     try:
         grammar = xgrammar.Grammar.from_json_schema(
-            json.dumps(plain(schema, schema if isinstance(schema, Mapping) else {})), any_whitespace=False
+            json.dumps(plain(schema, schema if isinstance(schema, Mapping) else {}, budget())), any_whitespace=False
         )
     except (RuntimeError, ValueError, RecursionError) as problem:
         raise Error(f"schema cannot be followed: {reason(problem)}") from None
@@ -99,6 +99,7 @@ def _property(root: _Root, key: str, schema: Any, optional: bool) -> Format:
 def _argument(key: str | None, kind: str, value: Format) -> Format:
     """An argument; key None: of any plain name."""
     if key is not None:
+        check_plain(key)
         shown = key.replace("&", "&amp;").replace('"', "&quot;")
         return _element("argument", f'key="{shown}" type="{kind}"', value)
     name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]{0,63}"}
@@ -118,12 +119,16 @@ class _Root:
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        self.looked = 0
-        self.refers = "$ref" in json.dumps(schema)
+        self.left = budget()
+        self.size = len(json.dumps(schema))
+        self.given = 0
 
     def json(self, schema: Schema) -> Format:
         """JSON text of a part of the schema, what it refers to included."""
-        if self.refers:
+        if "$ref" in json.dumps(schema):
+            self.given += self.size
+            if self.given > _LARGEST:
+                raise Error(f"schema cannot be followed: with what its parts refer to it is over {_LARGEST} characters")
             schema = {**moved(schema), "$defs": {"root": moved(self.schema)}}
         return json_value(schema)
 
@@ -133,15 +138,14 @@ class _Root:
 
     def split(self, schema: Any, depth: int = 0) -> Iterator[tuple[str, Schema]]:
         """(type, schema of the values of that type) for every type that a value may have."""
-        self.looked += 1
-        if self.looked > _MOST:
-            raise Error(f"schema cannot be followed: it has more than {_MOST} alternatives")
+        look(self.left)
         if depth > DEEPEST:
             raise Error(f"schema cannot be followed: references or alternatives are nested deeper than {DEEPEST}")
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
             raise Error(f"schema cannot be followed: {type(schema).__name__} where a schema must be")
+        checked(schema)
         rest = {key: value for key, value in schema.items() if key not in ("$ref", "anyOf", "oneOf", "allOf")}
         if "$ref" in schema:
             yield from self.split({**target(self.schema, schema["$ref"]), **rest}, depth + 1)
@@ -149,7 +153,7 @@ class _Root:
             for each in alternatives:
                 yield from self.split({**rest, **each} if isinstance(each, Mapping) else each, depth + 1)
         elif schema.get("allOf"):
-            yield from self.split(merged(self.schema, schema), depth + 1)
+            yield from self.split(merged(self.schema, schema, self.left), depth + 1)
         elif "const" in schema:
             yield json_type(schema["const"]), {"enum": [schema["const"]]}
         elif "enum" in schema:
@@ -174,8 +178,10 @@ class _Root:
 def _text(schema: Schema) -> Format:
     """Raw text of a string schema."""
     if "enum" in schema:
+        for value in schema["enum"]:
+            check_plain(value)
         return one_of([constant(value) for value in schema["enum"]])
-    schema = plain(schema, {})
+    schema = plain(schema, {}, budget())
     pattern, shortest, longest = schema.get("pattern"), schema.get("minLength", 0), schema.get("maxLength")
     if isinstance(pattern, str):
         # A text that matches as a whole matches in any reading of the pattern.

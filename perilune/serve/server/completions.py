@@ -40,12 +40,12 @@ async def completions(request: Request) -> Response:
     for place, whole in enumerate(wholes):
         job = jobs[place // n]
         if body.max_tokens == 0:
-            whole.text, whole.tokens, whole.logprobs = "", [], []
+            whole.text, whole.tokens, whole.logprobs, whole.finished, whole.stopped_by = "", [], [], "length", None
         text = (_echo(context, job) if body.echo else "") + whole.text
         choice: Object = {"index": place, "text": text, "logprobs": None, "finish_reason": whole.finished}
         choice["stop_reason"] = whole.stopped_by if isinstance(whole.stopped_by, str) else None
         if body.logprobs is not None:
-            choice["logprobs"] = _logprobs(context, body, job, whole, 0)
+            choice["logprobs"] = _logprobs(context, body, job, whole)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = reply.prompt_logprobs(context.tokenizer, whole.prompt_logprobs)
         if body.return_token_ids:
@@ -107,12 +107,12 @@ def _echo(context: Context, job: Job) -> str:
     return context.tokenizer.decode([t for t in job.prompt if t < context.tokenizer.vocab_size], skip_special=True)
 
 
-def _logprobs(context: Context, body: Completion, job: Job, whole: reply.Whole, begin: int) -> Object:
+def _logprobs(context: Context, body: Completion, job: Job, whole: reply.Whole) -> Object:
     scores: Sequence[Any] = whole.logprobs
     tokens = whole.tokens
     if body.echo:
         scores, tokens = [None, *whole.prompt_logprobs, *scores], [*job.prompt, *tokens]
-    return reply.text_logprobs(context.tokenizer, scores, tokens, begin)
+    return reply.text_logprobs(context.tokenizer, scores, tokens, reply.Offsets(context.tokenizer))
 
 
 async def _chunks(
@@ -127,23 +127,22 @@ async def _chunks(
     head = reply.head("text_completion", model, "cmpl")
     prompt = sum(job.counted for job in jobs)
     wholes: dict[int, reply.Whole] = {}
-    offsets: dict[int, int] = {}
+    offsets: dict[int, reply.Offsets] = {}
     async for place, piece in pieces:
         job = jobs[place // n]
+        if body.max_tokens == 0:
+            piece = Piece(finished=piece.finished and "length", cached=piece.cached)
         fresh = place not in wholes
         whole = wholes.setdefault(place, reply.Whole())
         whole.tokens += piece.tokens
         whole.cached = max(whole.cached, piece.cached)
-        text = _echo(context, job) if fresh and body.echo else ""
-        if body.max_tokens != 0:
-            text += piece.text
+        text = (_echo(context, job) if fresh and body.echo else "") + piece.text
         if not (text or piece.tokens or piece.finished is not None):
             continue
         choice: Object = {"index": place, "text": text, "logprobs": None, "finish_reason": piece.finished}
         if body.logprobs is not None and piece.tokens:
-            shown = reply.text_logprobs(context.tokenizer, piece.logprobs, piece.tokens, offsets.get(place, 0))
-            offsets[place] = offsets.get(place, 0) + sum(map(len, shown["tokens"]))
-            choice["logprobs"] = shown
+            begins = offsets.setdefault(place, reply.Offsets(context.tokenizer))
+            choice["logprobs"] = reply.text_logprobs(context.tokenizer, piece.logprobs, piece.tokens, begins)
         if body.return_token_ids:
             choice["token_ids"] = piece.tokens
         out = {**head, "choices": [choice]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from perilune.chat.request import EFFORTS
 from perilune.errors import Error
@@ -67,8 +68,8 @@ class ServerConfig:
             if getattr(self, name) < 1:
                 raise Error(f"server.{name} is {getattr(self, name)}; must be >= 1")
         for name in ("body_seconds", "drain_seconds"):
-            if not getattr(self, name) > 0:
-                raise Error(f"server.{name} is {getattr(self, name)}; must be > 0")
+            if not 0 < getattr(self, name) < inf:
+                raise Error(f"server.{name} is {getattr(self, name)}; must be > 0 and finite")
 
 
 _COUNTS = (

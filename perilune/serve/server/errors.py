@@ -21,6 +21,7 @@ _KINDS = {
 }
 # Errors of the inner rooms begin with the field they are about.
 _FIELD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[[\w-]+\])*(?=[ :])")
+_LONGEST = 1000  # characters of a message
 # The engine's names of fields.
 _RENAMED = {"stop_ids": "stop_token_ids", "tokens": "prompt"}
 
@@ -31,6 +32,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
+        if len(message) > _LONGEST:  # it may hold what the client sent
+            message = f"{message[: _LONGEST - 3]}..."
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
 
@@ -41,12 +44,11 @@ def refusal(error: Error, renamed: Mapping[str, str] | None = None) -> ApiError:
     An engine that is being drained is a 503, one that has failed a 500.
     """
     message = str(error)
-    if "the engine" in message and "drained" in message:
-        return ApiError(503, message, headers={"Retry-After": "5"})
-    if message.startswith(("replica ", "no replica ")):
-        return ApiError(503, message, headers={"Retry-After": "5"})
-    if "the engine has failed" in message:
+    # Only at the beginning, where others have a field: further on may be what the client sent.
+    if message.startswith("the engine has failed"):
         return ApiError(500, message)
+    if message.startswith(("the engine", "replica ", "no replica ")):
+        return ApiError(503, message, headers={"Retry-After": "5"})
     found = _FIELD.match(message)
     param = found.group() if found else None
     for inner, outer in (*(renamed or {}).items(), *_RENAMED.items()):

@@ -18,6 +18,7 @@ from perilune.serve.server.grammar import Grammar
 from perilune.serve.server.job import Job
 from perilune.serve.server.params import answer_params, check_policy, stops
 from perilune.serve.server.schema import Chat
+from perilune.serve.server.schemas import check_size
 from perilune.serve.server.structure import Tools, answer_k2, answer_k3, body_format
 from perilune.serve.server.tenants import Tenant
 
@@ -183,6 +184,11 @@ def _format(context: Context, body: Chat, talk: Talk) -> tuple[Format | None, st
         return None, ""
     if use == "required" or (strict and use == "optional" and wanted is None):
         where = "tool_choice" if use == "required" else "tools"
+    if use != "none":
+        try:
+            check_size(tools)
+        except Error as error:
+            raise Error(f"tools: {error}") from None
     family = answer_k3 if context.k3 else answer_k2
     return family(talk.thinking, wanted, tools if use != "none" else [], use, parallel), where
 

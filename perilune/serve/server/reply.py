@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,18 +62,30 @@ def chat_logprobs(tokenizer: Tokenizer, scores: Sequence[Logprob]) -> Object:
     return {"content": [{**_one(tokenizer, s.token, s.logprob), "top_logprobs": _top(tokenizer, s)} for s in scores]}
 
 
-def text_logprobs(tokenizer: Tokenizer, scores: Sequence[Logprob | None], tokens: Sequence[int], begin: int) -> Object:
-    """`logprobs` of a completion choice; None for a first prompt token. begin: offset of the first in the text."""
-    words = [word(tokenizer, token) for token in tokens]
-    offsets, at = [], begin
-    for each in words:
-        offsets.append(at)
-        at += len(each)
+class Offsets:
+    """Where in the text the tokens of an answer begin, one after the other: a special token has no place in it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._at = tokenizer, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: int) -> int:
+        """In characters; inside of a character that of its beginning."""
+        begin = self._at
+        if token < self._tokenizer.vocab_size and not self._tokenizer.is_special(token):
+            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return begin
+
+
+def text_logprobs(
+    tokenizer: Tokenizer, scores: Sequence[Logprob | None], tokens: Sequence[int], offsets: Offsets
+) -> Object:
+    """`logprobs` of a completion choice; None for a first prompt token."""
     return {
-        "tokens": words,
+        "tokens": [word(tokenizer, token) for token in tokens],
         "token_logprobs": [None if s is None else finite(s.logprob) for s in scores],
         "top_logprobs": [None if s is None else {word(tokenizer, t): finite(p) for t, p in s.top} for s in scores],
-        "text_offset": offsets,
+        "text_offset": [offsets.of(token) for token in tokens],
     }
 
 
@@ -145,4 +158,7 @@ def _top(tokenizer: Tokenizer, score: Logprob) -> list[Object]:
     return [_one(tokenizer, token, value) for token, value in score.top]
 
 
-__all__ = ["Whole", "chat_logprobs", "delta", "head", "message", "prompt_logprobs", "text_logprobs", "usage", "word"]
+__all__ = [
+    *("Offsets", "Whole", "chat_logprobs", "delta", "head", "message", "prompt_logprobs", "text_logprobs", "usage"),
+    "word",
+]

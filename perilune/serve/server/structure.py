@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from perilune.errors import Error
 from perilune.serve.server.arguments import PLAIN, Format, arguments, constant, json_value, one_of, sequence
-from perilune.serve.server.marks import CLOSE, K2, OPEN, SEP, without_marks
+from perilune.serve.server.marks import CLOSE, K2, OPEN, SEP, check_plain, without_marks
+from perilune.serve.server.schemas import check_size
 
 Tools = Literal["none", "optional", "required"]
 
@@ -74,6 +75,7 @@ def body_format(response_format: Mapping[str, Any] | None, structured: Any) -> F
         return json_value({"type": "object"})
     if kind == "json_schema":
         with _named("response_format.json_schema.schema"):
+            check_size(response_format["json_schema"]["schema"])
             return json_value(response_format["json_schema"]["schema"])
     if not isinstance(response_format.get("format"), dict):
         raise Error(f"response_format.format is {type(response_format.get('format')).__name__}; must be an object")
@@ -89,10 +91,16 @@ def _structured(value: Any) -> Format:
     where = f"structured_outputs.{kind}"
     if kind == "json" and isinstance(what, Mapping | bool):
         with _named(where):
+            check_size(what)
             return json_value(what)
     if kind == "regex" and isinstance(what, str):
-        return {"type": "regex", "pattern": without_marks(what)}
+        with _named(where):
+            return {"type": "regex", "pattern": without_marks(what)}
     if kind == "choice" and isinstance(what, list) and what and all(isinstance(each, str) for each in what):
+        with _named(where):
+            check_size(what)
+            for each in what:
+                check_plain(each)
         return one_of([constant(each) for each in what])
     if kind == "grammar" and isinstance(what, str):
         return {"type": "grammar", "grammar": what}

@@ -69,7 +69,7 @@ def _wrong(problem: ValidationError) -> ApiError:
         if isinstance(part, str) and (part == "str" or "[" in part):
             break  # a branch of a union: the field says enough
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    path = path or "body"
+    path = path[:200] or "body"
     shown = repr(first["input"])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return ApiError(400, f"{path} is {shown}; {first['msg'][0].lower()}{first['msg'][1:]}", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -52,6 +53,33 @@ def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client, max_tokens: 
     assert len(scores["tokens"]) == len(direct.prompt) + max_tokens == len(scores["text_offset"])
     assert usage["completion_tokens"] == max_tokens
     assert choice["text"].startswith(prompt)
+
+
+def test_offsets_are_where_tokens_are_in_the_text(client: httpx.Client) -> None:
+    """Also of tokens that are part of a character, and of special ones, which are not in the text."""
+    prompt = "h\u00e9 \U0001f600 def"
+    (choice,) = ask(client, prompt=prompt, echo=True, logprobs=0, max_tokens=3, temperature=0)["choices"]
+    scores = choice["logprobs"]
+    whole = [
+        (at, word) for at, word in zip(scores["text_offset"], scores["tokens"], strict=True) if "\ufffd" not in word
+    ]
+    assert whole[0] == (0, "[BOS]")
+    assert all(choice["text"].startswith(word, at) for at, word in whole[1:])
+    assert scores["text_offset"][scores["tokens"].index(" ")] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_where_none_are_asked_for(client: httpx.Client, stream: bool) -> None:
+    """Even where the model would end at once."""
+    body = {"prompt": "a", "max_tokens": 0, "logit_bias": {str(tiny_tokenizer().eos_id): 100}, "stream": stream}
+    response = client.post(
+        "/v1/completions", json=body | ({"stream_options": {"include_usage": True}} if stream else {})
+    )
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if "[DONE]" not in line]
+    chunks = [json.loads(line) for line in lines if line]
+    (choice,) = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
 
 
 def test_a_stop_text_and_a_stop_token(client: httpx.Client) -> None:

@@ -92,6 +92,8 @@ def test_a_name_of_the_hub_comes_from_the_cache_of_an_offline_machine(
         (["--data-parallel-size", "0"], "--data-parallel-size is 0"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size is 0"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization is 1.5"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--kv-offloading-size", "nan"], "--kv-offloading-size is nan"),
         (["--tool-call-parser", "hermes"], "hermes"),
         (["--no-such-flag"], "no-such-flag"),
     ],

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+import xgrammar
 from serving import tiny_tokenizer
 
 from perilune import Error
 from perilune.chat import Options, Reply, Tokenizer, declared, parse
 from perilune.chat.specials import K2
 from perilune.serve.server.grammar import Grammars
-from perilune.serve.server.marks import without_marks
+from perilune.serve.server.marks import RESERVED, without_marks
+from perilune.serve.server.schemas import check_size
 from perilune.serve.server.structure import answer_k2, answer_k3, body_format
 
 
@@ -217,16 +221,105 @@ def test_a_schema_that_cannot_be_followed_is_an_error(schema: Any) -> None:
         answer_k3(False, None, [tool(schema)], "required", True)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "safe"),
-    [
-        ("a.c", "a[^\n\x01-\x07]c"),
-        (r"a\.c", r"a\.c"),
-        ("[^a]x", "[^\x01-\x07a]x"),
-        ("[.]", "[.]"),
-        (r"[^\]]", "[^\x01-\x07\\]]"),
-    ],
+KEYWORDS = (
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "required", "additionalProperties"),
+    *("patternProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
+    *("format", "minimum", "maximum", "multipleOf", "minProperties", "$defs", "not"),
 )
-def test_patterns_match_no_marker(pattern: str, safe: str) -> None:
-    marks = "".join(map(chr, range(1, 8)))
-    assert without_marks(pattern) == safe.replace("\x01-\x07", marks)
+ODD = (None, True, 3, -1, 1.5, 10**30, "x", "#", "(", [], [3], [{}], [None], {}, {"x": 3}, {"enum": 3})
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_an_odd_keyword_is_followed_or_an_error(keyword: str) -> None:
+    for value in ODD:
+        for beside in ({}, {"type": "string"}, {"type": "object", "properties": {"b": {}}, "required": ["b"]}):
+            schema = {**beside, keyword: value}
+            for part in (schema, {"properties": {"a": schema}}, {"allOf": [schema, {"properties": {"b": {}}}]}):
+                for family in (answer_k3, answer_k2):
+                    with suppress(Error):
+                        family(False, None, [tool(part)], "required", True)
+
+
+def chain(last: int) -> dict[str, Any]:
+    """References that spell 2 ** last schemas."""
+    twice = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(last)}
+    return {"$ref": "#/$defs/d0", "$defs": {**twice, f"d{last}": {"type": "object"}}}
+
+
+def branches(last: int) -> dict[str, Any]:
+    parts = {
+        f"d{i}": {"properties": {key: {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for key in "ab"}} for i in range(last)
+    }
+    return {"allOf": [{"$ref": "#/$defs/d0"}], "$defs": {**parts, f"d{last}": {}}}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (chain(28), "over 10000 parts"),
+        (branches(28), "over 10000 parts"),
+        ({"properties": {f"p{i}": {} for i in range(1001)}}, "1001 properties"),
+        ({"properties": {f"p{i}": {"items": {"$ref": "#"}} for i in range(700)}}, "over 4000000 characters"),
+    ],
+    ids=["chain", "branches", "properties", "references"],
+)
+def test_a_small_schema_of_a_large_grammar_is_an_error(schema: Any, said: str) -> None:
+    with pytest.raises(Error, match=said):
+        answer_k3(False, None, [tool(schema)], "required", True)
+    if "parts" in said:
+        with pytest.raises(Error, match=said):
+            answer_k2(False, None, [tool(schema)], "required", True)
+
+
+def test_schemas_have_a_size() -> None:
+    check_size([{"enum": [*range(9_999)]}])
+    for large in ({"enum": [*range(10_001)]}, {"a": [[{}] * 2_501, [{}] * 2_501]}):
+        with pytest.raises(Error, match=r"schema cannot be followed: it has \d+ .*; allowed: up to \d+"):
+            check_size(large)
+
+
+@pytest.mark.parametrize("text", ["\x02", "a<|close|>b", "<|im_end|>", "</think>"])
+def test_a_text_that_holds_a_marker_is_refused(text: str) -> None:
+    """A parser would end the value, or the whole call, there."""
+    for schema in (
+        {"properties": {text: {}}},
+        *({"properties": {"a": part}} for part in ({"enum": [text]}, {"const": text})),
+    ):
+        with pytest.raises(Error, match="which the chat format reserves"):
+            answer_k3(False, None, [tool(schema)], "required", True)
+    with pytest.raises(Error, match=r"structured_outputs.choice: .* reserves"):
+        body_format(None, {"choice": ["a", text]})
+
+
+PATTERNS = (
+    r".+",
+    r"\S+",
+    r"\D+",
+    r"\W+",
+    r"[\s\S]+",
+    r"[\w\W]+",
+    r"[^a]+",
+    r"[\S ]+",
+    r"[\x00-\x7f]+",
+    r"[\0-\u00ff]+",
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_match_text_and_no_marker(pattern: str) -> None:
+    grammar = grammars("k3").compiled({"type": "regex", "pattern": without_marks(pattern)})
+    for text in ("!", "! ", "\x01", "\x02", "!\x07"):
+        allowed = re.fullmatch(pattern, text) is not None and not set(text) & set(RESERVED)
+        assert xgrammar.GrammarMatcher(grammar.compiled).accept_string(text) == allowed, text
+
+
+@pytest.mark.parametrize("pattern", ["\x02", r"a\x02", r"\u0003", r"\cA", "[\x01\x02]", r"[\x01-\x07]"])
+def test_a_pattern_that_needs_a_marker_is_refused(pattern: str) -> None:
+    with pytest.raises(Error, match="pattern .* reserves"):
+        without_marks(pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"a\.c", "[.]", r"[a-z\d_-]{1,3}", r"^\d{3}-\w+$", "[-+]"])
+def test_other_patterns_stay_as_they_are(pattern: str) -> None:
+    assert without_marks(pattern) == pattern

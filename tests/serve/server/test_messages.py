@@ -170,6 +170,24 @@ def test_a_stop_sequence_is_named(client: httpx.Client) -> None:
         ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"thinking": {"type": "some"}}, "thinking.type"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"output_config": {"effort": []}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": []}}}}, "output_config.format.schema"),
+        ({"tool_choice": {"type": "tool", "name": "no"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": []}}, "tool_choice.name"),
+        ({"tools": {}}, "tools"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": [], "input": {}}]}
+                ]
+            },
+            "messages[0].content[0].name",
+        ),
         ({"temperature": 1.5}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences"),

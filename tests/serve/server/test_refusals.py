@@ -58,6 +58,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": "always", "tools": [tool()]}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function", "function": {"name": []}}, "tools": [tool()]}, "tool_choice.function.name"),
+    ({"tool_choice": "the engine has failed", "tools": [tool()]}, "tool_choice"),
+    ({"tool_choice": "the engine is being drained", "tools": [tool()]}, "tool_choice"),
+    ({"tool_choice": "x" * 100_000, "tools": [tool()]}, "tool_choice"),
     ({"reasoning_effort": "medium"}, "reasoning_effort"),
     ({"thinking": {"type": "enabled", "effort": "huge"}}, "thinking.effort"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
@@ -132,6 +136,7 @@ def test_a_wrong_field_is_named(client: httpx.Client, fields: dict[str, Any], pa
     assert error["param"] == param, error
     assert error["type"] == "invalid_request_error"
     assert param.split(".")[-1].split("[")[0] in error["message"]
+    assert len(error["message"]) <= 1000
 
 
 RIGHT: list[dict[str, Any]] = [
