@@ -116,15 +116,23 @@ class AttnResConfig:
 
 
 SCALE_RULES = ("even", "floor", "rceil", "ceil")
+QUANTIZED_ACTIVATIONS = ("none", "inputs", "all")
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How routed experts are stored. `hf` is the checkpoint's quantization_config without our own key."""
+    """The numbers of routed experts: stored, served and, with `train.qat`, trained in.
 
-    format: Literal["mxfp4-pack-quantized"]
-    group_size: int
+    scale_rule: how a block's scale is chosen (`perilune.ops.mx`), for weights and activations.
+    activations: what is MXFP8 besides: "none", the "inputs" of the experts, or "all": inputs and what stands between
+    the two products. Their weights are MXFP4 in any case.
+    hf: the checkpoint's quantization_config without our own keys.
+    """
+
+    format: Literal["mxfp4-pack-quantized"] = "mxfp4-pack-quantized"
+    group_size: int = 32
     scale_rule: Literal["even", "floor", "rceil", "ceil"] = "even"
+    activations: Literal["none", "inputs", "all"] = "none"
     hf: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -292,6 +300,12 @@ def _check(config: ModelConfig) -> None:
     if moe.latent_norm and moe.latent_size is None:
         raise Error("moe.latent_norm is true but moe.latent_size is None; the norm acts on the latent width")
     if config.quant is not None:
+        for key, choice, allowed in (
+            ("scale_rule", config.quant.scale_rule, SCALE_RULES),
+            ("activations", config.quant.activations, QUANTIZED_ACTIVATIONS),
+        ):
+            if choice not in allowed:
+                raise Error(f"quant.{key} is {choice!r}; allowed: {', '.join(allowed)}")
         width = moe.latent_size or config.hidden_size
         for name, size in (("moe.expert_size", moe.expert_size), ("expert input width", width)):
             if size % config.quant.group_size:
@@ -300,6 +314,7 @@ def _check(config: ModelConfig) -> None:
 
 __all__ = [
     "PRESETS",
+    "QUANTIZED_ACTIVATIONS",
     "SCALE_RULES",
     "Activation",
     "AttnResConfig",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.config import (
+    QUANTIZED_ACTIVATIONS,
     SCALE_RULES,
     Activation,
     AttnResConfig,
@@ -77,7 +78,7 @@ FIXED: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
 }
-OWN_KEYS = {"perilune_mla_norm_eps", "perilune_scale_rule"}
+OWN_KEYS = {"perilune_activations", "perilune_mla_norm_eps", "perilune_scale_rule"}
 
 
 def parse(data: Mapping[str, Any]) -> ModelConfig:
@@ -325,10 +326,15 @@ def _read_quant(data: Mapping[str, Any], text: Mapping[str, Any], family: str) -
     if not isinstance(quants[0], Mapping):
         raise Error(f"quantization_config is {quants[0]!r}; must be a JSON object")
     raw = dict(quants[0])
-    rule = raw.pop("perilune_scale_rule", None)
-    homes = {f"{name}.quantization_config" for name in found} | ({"perilune_scale_rule"} if rule else set())
-    if rule is not None and rule not in SCALE_RULES:
-        raise Error(f"quantization_config.perilune_scale_rule is {rule!r}; allowed: {', '.join(SCALE_RULES)}")
+    homes = {f"{name}.quantization_config" for name in found}
+    own: dict[str, Any] = {}
+    for field, allowed in (("scale_rule", SCALE_RULES), ("activations", QUANTIZED_ACTIVATIONS)):
+        value = raw.pop(f"perilune_{field}", None)
+        if value is not None:
+            if value not in allowed:
+                raise Error(f"quantization_config.perilune_{field} is {value!r}; allowed: {', '.join(allowed)}")
+            own[field] = value
+            homes.add(f"perilune_{field}")
     if raw.get("format") != "mxfp4-pack-quantized":
         raise Error(f"quantization_config.format is {raw.get('format')!r}; supported: 'mxfp4-pack-quantized'")
     groups = raw.get("config_groups")
@@ -338,16 +344,17 @@ def _read_quant(data: Mapping[str, Any], text: Mapping[str, Any], family: str) -
     sizes = {w.get("group_size") for w in weights if isinstance(w, Mapping)}
     if sizes != {32}:
         raise Error(f"quantization_config group_size is {sorted(map(str, sizes))}; supported: 32")
-    return QuantConfig("mxfp4-pack-quantized", 32, rule or "even", raw), homes
+    return QuantConfig(**own, hf=raw), homes
 
 
 def _quant_values(config: ModelConfig) -> dict[str, Any] | None:
     if config.quant is None:
         return None
     values = dict(config.quant.hf) or mxfp4_quantization_config()
-    named = config.hf_present is not None and "perilune_scale_rule" in config.hf_present
-    if named or config.quant.scale_rule != "even":
-        values["perilune_scale_rule"] = config.quant.scale_rule
+    for field, usual in (("scale_rule", "even"), ("activations", "none")):
+        value, key = getattr(config.quant, field), f"perilune_{field}"
+        if value != usual or key in (config.hf_present or ()):
+            values[key] = value
     return values
 
 

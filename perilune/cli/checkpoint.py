@@ -41,7 +41,8 @@ def device(name: str) -> torch.device:
 
 
 def open_checkpoint(folder: str, on: str, dtype: Dtype) -> tuple[Transformer, Tokenizer]:
-    """Load the model and the tokenizer of a checkpoint folder. Raises Error as their own loaders do."""
+    """Load the model, experts as they are stored, and the tokenizer of a checkpoint folder. Raises Error as their own
+    loaders do."""
     import torch
 
     from perilune.chat import Tokenizer
@@ -52,7 +53,7 @@ def open_checkpoint(folder: str, on: str, dtype: Dtype) -> tuple[Transformer, To
     # The tokenizer first: it is small, and a folder without one is refused before the weights are read.
     family = "k3" if ModelConfig.from_pretrained(folder).family == "kimi_k3" else "k2"
     tokenizer = Tokenizer.load(folder, family)
-    return load(folder, place, None if dtype == "stored" else getattr(torch, dtype)), tokenizer
+    return load(folder, place, None if dtype == "stored" else getattr(torch, dtype), packed=True), tokenizer
 
 
 __all__ = ["LAST_SEED", "Dtype", "device", "open_checkpoint", "require_draws"]

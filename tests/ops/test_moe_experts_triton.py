@@ -16,6 +16,8 @@ from triton_cpu import CUDA, DEVICE
 from perilune.config import Activation
 from perilune.ops.activation import glu
 from perilune.ops.moe import triton_launch as kernels
+from perilune.ops.moe.products import Weight
+from perilune.ops.moe.triton_experts import many, product
 from perilune.ops.moe.triton_launch import Tile
 from perilune.ops.mx import decode_mxfp4, encode_mxfp4
 
@@ -185,6 +187,18 @@ def test_products_through_packed_weights(act: Activation, ends: list[int]) -> No
     a = kernels.packed_glu_product(x, codes, scales, offs, act, w, tile)
     want = glu(h[:, :F].contiguous(), h[:, F:].contiguous(), act) * w[:used, None].double()
     assert _error(a[:used], want) <= TWICE
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_many_rows_meet_weights_that_are_decoded_first(turned: bool) -> None:
+    ends, (L, G) = [0, 70, 132], (64, 128)
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    x = _random(132, G if turned else L)
+    codes, scales = encode_mxfp4(_random(3, G, L, seed=2).float() / L**0.5)
+    assert many(x.shape[0], len(ends) - 1) or turned
+    y = product(x, Weight(codes, scales, turned), offs)
+    dense = decode_mxfp4(codes, scales, torch.float64)
+    assert _error(y, _loop(x, dense.transpose(1, 2) if turned else dense, ends)) <= ONCE
 
 
 def test_every_code_and_scale_is_decoded_exactly() -> None:

@@ -126,7 +126,8 @@ class _Chunk(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         do_THV, dfinal_NHKV, dstates = grads
         table: ChunkTable = ctx.table
-        x, saved = _Rows(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        tensors = ctx.saved_tensors
+        x, saved = _Rows(*tensors[:5]), tensors[5:]
         do_RV = do_THV.flatten(0, 1)
         out = _Rows(*(do_THV.new_empty(table.rows, n) for n in (y.shape[1] for y in x)))
         dfinal_AKV = dfinal_NHKV[table.order_N].flatten(0, 1)

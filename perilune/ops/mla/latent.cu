@@ -86,42 +86,61 @@ __device__ __forceinline__ void fetch(const Arguments &a, const Here &h) {
     }
 }
 
-// Four e4m3 to bf16. Shifted into place a number is 2^120 too small, subnormals included; 0x7f alone is NaN.
+// Four e4m3 to bf16, but for NaN. Shifted into place a number is 2^120 too small, subnormals included.
 __device__ __forceinline__ void widen(u32 x, u32 &low, u32 &high) {
     const u32 a = __byte_perm(x, 0, 0x1404), b = __byte_perm(x, 0, 0x3424), scale = 0x7b807b80;
     low = times((a & 0x7f007f00) >> 4 | a & 0x80008000, scale);
     high = times((b & 0x7f007f00) >> 4 | b & 0x80008000, scale);
-    const u32 nan = (x & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
-    if (nan) {
-        if (nan & 0x80) low |= 0x7fff;
-        if (nan & 0x8000) low |= 0x7fff0000;
-        if (nan & 0x800000) high |= 0x7fff;
-        if (nan & 0x80000000) high |= 0x7fff0000;
-    }
+}
+
+// Marks the bytes of x that are NaN: 0x7f but for the sign.
+__device__ __forceinline__ u32 nan_bytes(u32 x) { return (x & 0x7f7f7f7f) + 0x01010101 & 0x80808080; }
+
+__device__ __forceinline__ void put_nan(u32 marks, u32 &low, u32 &high) {
+    if (marks & 0x80) low |= 0x7fff;
+    if (marks & 0x8000) low |= 0x7fff0000;
+    if (marks & 0x800000) high |= 0x7fff;
+    if (marks & 0x80000000) high |= 0x7fff0000;
 }
 
 // Raw chunks to chunks of the ring, by WIDENERS warps; zeros behind the last row of the split.
 __device__ __forceinline__ void widen_all(const Here &h) {
+    constexpr int UNITS = RAW_BYTES / 16, EACH = (UNITS + 32 * WIDENERS - 1) / (32 * WIDENERS);
     const int thread = h.thread - 32;
     for (int chunk = 0; chunk < h.tiles * CHUNKS; chunk++) {
         const int from = chunk % (RAW + !EIGHT), to = chunk % RING, valid = h.end - h.start - chunk / CHUNKS * TILE;
+        u32 x[EACH][4];
         wait(&h.s->raw_full[from], turn<RAW + !EIGHT>(chunk));
-        if (chunk >= RING) wait(&h.s->empty[to], turn<RING>(chunk) ^ 1);
-        const u32 raw = h.base + RAW_AT + from * RAW_BYTES, ring = h.base + RING_AT + to * CHUNK_BYTES;
-        for (int unit = thread; unit < RAW_BYTES / 16; unit += 32 * WIDENERS) {
-            const int row = unit / 4;
-            u32 x[4], y[8];
-            load16(raw + unit * 16, x);
 #pragma unroll
-            for (int k = 0; k < 4; k++) widen(row < valid ? x[k] : 0, y[2 * k], y[2 * k + 1]);
+        for (int i = 0; i < EACH; i++) {
+            const int unit = thread + 32 * WIDENERS * i;
+            if (unit < UNITS) load16(h.base + RAW_AT + from * RAW_BYTES + unit * 16, x[i]);
+        }
+        __syncwarp();
+        if (h.lane < CLUSTER) arrive_at(&h.s->raw_empty[from], h.lane);
+        if (chunk >= RING) wait(&h.s->empty[to], turn<RING>(chunk) ^ 1);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int unit = thread + 32 * WIDENERS * i, row = unit / 4;
+            if (unit >= UNITS) break;
+            u32 y[8], marks = 0;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                if (row >= valid) x[i][k] = 0;
+                widen(x[i][k], y[2 * k], y[2 * k + 1]);
+                marks |= nan_bytes(x[i][k]);
+            }
+            if (marks)
+#pragma unroll
+                for (int k = 0; k < 4; k++) put_nan(nan_bytes(x[i][k]), y[2 * k], y[2 * k + 1]);
+            const u32 ring = h.base + RING_AT + to * CHUNK_BYTES + row * 128;
 #pragma unroll
             for (int k = 0; k < 2; k++)
-                store16(ring + row * 128 + ((unit % 4 * 2 + k ^ row % 8) << 4), y[4 * k], y[4 * k + 1], y[4 * k + 2], y[4 * k + 3]);
+                store16(ring + ((unit % 4 * 2 + k ^ row % 8) << 4), y[4 * k], y[4 * k + 1], y[4 * k + 2], y[4 * k + 3]);
         }
         proxy_fence();
         __syncwarp();
         if (h.lane == 0) arrive(&h.s->full[to]);
-        if (h.lane < CLUSTER) arrive_at(&h.s->raw_empty[from], h.lane);
     }
 }
 
@@ -406,11 +425,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     if (CLUSTER > 1) cluster_meet();
 
     if (h.group == 2) {
-        fewer_registers<40>();
+        fewer_registers<EIGHT ? 56 : 40>();
         if (thread == 256) fetch(a, h);
         if (EIGHT && h.warp > 0) widen_all(h);
     } else {
-        more_registers<232>();
+        more_registers<EIGHT ? 224 : 232>();
         take_queries(a, h);
         float o[4][NUMBERS], sum[ROWS / 4];
 #pragma unroll

@@ -15,6 +15,7 @@ from perilune.config import Activation
 from perilune.ops.moe import products, triton_launch
 from perilune.ops.moe.products import Weight
 from perilune.ops.moe.triton_launch import Tile, glu_backward, zero_tail
+from perilune.ops.mx import decode_mxfp4
 
 # Rows an expert has on average, up to which its weights are streamed past few rows.
 FEW = 64
@@ -43,13 +44,15 @@ def product(
 ) -> torch.Tensor:
     """See `products.product`."""
     x_RK, experts = _aligned(x_RK), offs_E.shape[0]
+    stored = weight.stored
     if weight.scales is not None:
-        if weight.turned or many(x_RK.shape[0], experts):
-            return products.product(x_RK, weight, offs_E, out_RG=out_RG)
-        tile = _packed(x_RK.shape[0], experts)
-        return triton_launch.packed_product(x_RK, weight.stored, weight.scales, offs_E, tile, out_RG)
+        if not weight.turned and not many(x_RK.shape[0], experts):
+            tile = _packed(x_RK.shape[0], experts)
+            return triton_launch.packed_product(x_RK, stored, weight.scales, offs_E, tile, out_RG)
+        # Each weight meets many rows: decoding all of them once costs less than decoding at every tile of rows.
+        stored = decode_mxfp4(stored, weight.scales, x_RK.dtype)
     tile = MANY if many(x_RK.shape[0], experts) else _low(x_RK.shape[0], experts, halves=1)
-    return triton_launch.product(x_RK, weight.stored, offs_E, weight.turned, tile, out_RG)
+    return triton_launch.product(x_RK, stored, offs_E, weight.turned, tile, out_RG)
 
 
 def glu_product(
