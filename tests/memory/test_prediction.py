@@ -1,0 +1,81 @@
+"""What a plan is predicted to keep is what the step keeps, name by name, and what a census of storages finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory_models import CPU, World
+from test_manager import LOSSLESS, LOSSY
+
+from perilune import Error
+from perilune.memory import Memory, MemoryStore, Plan
+from perilune.memory.census import Census
+from perilune.memory.profile import Profile, device_bytes, fit, predict, profile
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    made = World()
+    made.step(None)
+    return made
+
+
+@pytest.fixture(scope="module")
+def noted(world: World) -> Profile:
+    return profile(world.forward, world.weights, CPU)
+
+
+def counted(world: World, memory: Memory) -> int:
+    """Bytes that live between the passes; the host store's are among them here."""
+    with Census(CPU) as census, memory.step():
+        loss = world.forward()
+        return census.alive() - loss.nbytes
+
+
+@pytest.mark.parametrize("name", [n for n in (LOSSLESS | LOSSY) if "nvme" not in (LOSSLESS | LOSSY)[n].values()])
+def test_predicted_is_measured(name: str, world: World, noted: Profile) -> None:
+    plan = Plan.of((LOSSLESS | LOSSY)[name], required=False)
+    rows = predict(noted, plan)
+    memory = Memory(plan, world.weights, MemoryStore())
+    assert counted(world, memory) == device_bytes(rows) + sum(row.stored for row in rows.values())
+    assert memory.rows == rows
+
+
+def test_plans_order_as_they_should(noted: Profile) -> None:
+    size = {name: device_bytes(predict(noted, Plan.of(table, False))) for name, table in (LOSSLESS | LOSSY).items()}
+    assert size["full-recompute"] < 0.2 * size["none"]
+    assert size["everything to the host"] < size["everything fp8"] < size["none"]
+    assert size["elements recomputed"] < size["none"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.4, 0.15])
+def test_fit_keeps_within_its_budget(share: float, world: World, noted: Profile) -> None:
+    whole = device_bytes(predict(noted, Plan()))
+    plan = fit(noted, int(share * whole), link=1e9)
+    rows = predict(noted, plan)
+    assert device_bytes(rows) <= share * whole
+    assert bool(plan.rules) == (share < 1)
+    loss, gradients = world.step(None)
+    got, found = world.step(Memory(plan, world.weights, MemoryStore()))
+    assert torch.equal(got, loss)
+    assert all(torch.equal(found[n], g) for n, g in gradients.items())
+
+
+def test_fit_weighs_time(noted: Profile) -> None:
+    """An endless link is cheaper than any computation, none at all dearer."""
+    half = device_bytes(predict(noted, Plan())) // 2
+    placed = {rate: {str(r.placement) for r in fit(noted, half, rate).rules} for rate in (1e30, 1e-30)}
+    assert "host" in placed[1e30]
+    assert "recompute" in placed[1e-30]
+    assert len(fit(noted, half, 1e30, host=False).rules) > 0
+
+
+def test_what_cannot_be_reached(noted: Profile) -> None:
+    with pytest.raises(Error, match=r"budget is 10 bytes; the least that can be reached is \d+"):
+        fit(noted, 10, 1e9)
+
+
+def test_scaled(noted: Profile) -> None:
+    plan = Plan.of({"*": "host"})
+    once, twice = predict(noted, plan), predict(noted.scaled(2), plan)
+    assert {n: 2 * r.stored for n, r in once.items()} == {n: r.stored for n, r in twice.items()}
