@@ -66,7 +66,7 @@ def add_arguments(group: Any) -> None:
     group.add_argument("--step-models", nargs="*", choices=list(STEPS), default=list(STEPS))
     group.add_argument("--parallel-repeat", type=int, default=5)
     group.add_argument("--parallel-seconds", type=float, default=200.0, help="after which no more is measured")
-    group.add_argument("--parallel-only", choices=["check", "kcp", "step"])
+    group.add_argument("--parallel-only", nargs="*", choices=["check", "kcp", "step"], default=["check", "kcp", "step"])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "step": lambda: steps(args, deadline),
     }
     for name, call in calls.items():
-        if args.parallel_only in (None, name):
+        if name in args.parallel_only:
             found[name] = call()
             torch.cuda.empty_cache()
     return found
@@ -143,7 +143,7 @@ def kcp_layers(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]
     parts = context_parts(DEFAULT, group)
     found = []
     for tokens in args.kcp_tokens:
-        if seconds() > deadline:
+        if everywhere(seconds() - deadline) > 0:
             break
         one = Sequences.from_lengths([tokens], device=DEVICE)
         cuts = {
@@ -195,7 +195,7 @@ def steps(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
     R = dist.get_world_size()
     for name in args.step_models:
         for layout, parallel in STEPS[name].items():
-            if seconds() > deadline:
+            if everywhere(seconds() - deadline) > 0:
                 return found
             chosen = {key: R if value == 0 else value for key, value in parallel.items()}
             torch.cuda.empty_cache()

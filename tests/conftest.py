@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -13,6 +14,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 from hypothesis import settings
+
+# Triton's interpreter is switched on before any test's imports load Triton, which other libraries do too.
+if importlib.util.find_spec("triton"):
+    import triton_cpu  # noqa: F401
 
 settings.register_profile("perilune", deadline=None, derandomize=True, max_examples=50, print_blob=True)
 settings.load_profile("perilune")

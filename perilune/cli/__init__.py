@@ -17,9 +17,15 @@ from perilune.errors import Error
 COMMANDS = {
     "quickstart": "train a small model on real text, on a CPU, and measure what it learned",
     "train": "train from a TOML file",
+    "export": "write a checkpoint of a run, of any number of processes, in the released layout",
+    "plan": "predict memory and communication of a training run on many GPUs",
     "generate": "continue a text with a checkpoint",
     "chat": "talk with a checkpoint in the terminal",
+    "quantize": "pack the routed experts of a checkpoint to MXFP4",
+    "serve": "answer over HTTP like OpenAI's and Anthropic's services, with a page at /ui",
+    "bench-serve": "send load to a running server and measure it",
     "simulate-cache": "replay a trace of requests through the prefix cache",
+    "sandbox": "virtual machines for agents: checkpoint, pause, resume, fork; and the service for them",
     "info": "count a model's parameters, bytes and state without building it",
     "env": "print versions, device, threads and the kernel behind every operation",
 }
@@ -42,6 +48,8 @@ examples:
   perilune generate runs/quickstart/checkpoint "def main():"
 """
 
+# Packages of the extra `serve`, some of them of `sandbox` too; all others are of `train`.
+SERVE = ("fastapi", "uvicorn", "xgrammar", "prometheus_client", "huggingface_hub", "httpx2")
 FAILED = 2
 INTERRUPTED = 130
 
@@ -51,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that spin for long make a CPU step 10 times slower as soon as another program runs beside it.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    # What comes after `--` is another program's.
+    ours = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:ours]
+    arguments = [argument for argument in arguments[:ours] if argument != "--debug"] + arguments[ours:]
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
@@ -65,16 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print(f"perilune: {describe(error)}", file=sys.stderr)
+        print(f"perilune: {describe(error, arguments[0])}", file=sys.stderr)
         return FAILED
 
 
-def describe(error: Exception) -> str:
+def describe(error: Exception, command: str) -> str:
     """One line for a person: what failed, on what, and how to see more where that can help."""
     if isinstance(error, Error):
         message = str(error)
     elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("perilune"):
-        message = f"the package {error.name!r} is not installed; `pip install 'perilune[train]'` brings it"
+        extra = "serve" if (error.name or "").split(".")[0] in SERVE else "train"
+        extra = "sandbox" if command == "sandbox" else extra
+        message = f"the package {error.name!r} is not installed; `pip install 'perilune[{extra}]'` brings it"
     elif isinstance(error, OSError):
         places = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         message = f"{places}: {error.strerror}" if places and error.strerror else error.strerror or str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -101,7 +102,7 @@ class Serve:
     """accepted: safetensors are mapped and copied tensor by tensor, whatever is asked for"""
     trust_remote_code: bool = False
     """accepted and without effect: no code of a model repository is ever run"""
-    max_body_bytes: int = 32_000_000
+    max_body_bytes: int = 8_000_000
     """largest request body"""
     max_running: int = 1024
     """requests on their way at once; more are refused (429)"""
@@ -118,6 +119,10 @@ def run(arguments: list[str]) -> None:
     for name in ("data_parallel_size", "tensor_parallel_size"):
         if getattr(args, name) < 1:
             raise Error(f"--{name.replace('_', '-')} is {getattr(args, name)}; must be >= 1")
+    if not 0 <= args.port <= 65535:
+        raise Error(f"--port is {args.port}; allowed: 0 to 65535")
+    if not 0 <= args.kv_offloading_size < math.inf:
+        raise Error(f"--kv-offloading-size is {args.kv_offloading_size}; must be >= 0")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise Error(f"--gpu-memory-utilization is {args.gpu_memory_utilization}; must be in (0, 1]")
     from perilune.serve.server.hub import folder_of

@@ -3,7 +3,9 @@
 from perilune.model.checkpoint import load, save
 from perilune.model.generate import Sampling, generate
 from perilune.model.initialize import initialize, muon_heads
+from perilune.model.names import quantized_parameters
 from perilune.model.parts import DEFAULT, EXACT, Parts
+from perilune.model.quantize import Rounding, quantize
 from perilune.model.state import KdaState, LayerState, MlaState, SequenceState
 from perilune.model.transformer import Hidden, Stats, Transformer
 
@@ -15,6 +17,7 @@ __all__ = [
     "LayerState",
     "MlaState",
     "Parts",
+    "Rounding",
     "Sampling",
     "SequenceState",
     "Stats",
@@ -23,5 +26,7 @@ __all__ = [
     "initialize",
     "load",
     "muon_heads",
+    "quantize",
+    "quantized_parameters",
     "save",
 ]

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     parts: Parts = DEFAULT,
+    packed: bool = False,
 ) -> Transformer:
     """Read a Kimi-K3 or Kimi-Linear checkpoint folder.
 
     dtype: of all weights but the ones the released files keep in float32 (convolutions, A_log, dt_bias, o_norm,
     router bias); None takes the widest that the file's matrices have. Vision tensors are skipped and counted.
+    packed: routed experts that are stored as MXFP4 codes stay so in memory, for inference; the numbers are the same.
 
     Raises Error, before any weight is read, listing missing, extra and wrongly shaped tensors; for a truncated
     shard; for an index that names a tensor or file that is not there.
@@ -57,12 +59,17 @@ def load(
     with ExitStack() as stack:
         tensors = _open(folder, stack)
         _compare(folder, table, tensors)
-        model = _construct(config, parts, torch.device(device), _dtypes(table, tensors, dtype))
+        packed = packed and config.quant is not None
+        model = _construct(config, parts, torch.device(device), _dtypes(table, tensors, dtype), packed)
         places = dict(model.named_parameters()) | dict(model.named_buffers())
         with torch.no_grad():
             for entry in dict.fromkeys(table.values()):
-                place = _place(places[entry.param], entry)
-                place.copy_(_read(entry, tensors, folder).reshape(place.shape))
+                if packed and entry.packed:
+                    for place, name in zip(_code_places(places, entry), entry.stored(), strict=True):
+                        place.copy_(tensors[name].read())
+                else:
+                    place = _place(places[entry.param], entry)
+                    place.copy_(_read(entry, tensors, folder).reshape(place.shape))
     return model
 
 
@@ -199,17 +206,25 @@ def _dtypes(table: dict[str, Entry], tensors: dict[str, _Stored], dtype: torch.d
     return {entry.param: choose(name, entry) for name, entry in table.items()}
 
 
-def _construct(config: ModelConfig, parts: Parts, device: torch.device, dtypes: dict[str, torch.dtype]) -> Transformer:
+def _construct(
+    config: ModelConfig, parts: Parts, device: torch.device, dtypes: dict[str, torch.dtype], packed: bool
+) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(config, parts)
+        model = Transformer(config, parts, packed)
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for name, parameter in module.named_parameters(recurse=False):
             value = torch.empty(parameter.shape, dtype=dtypes[prefix + name], device=device)
             setattr(module, name, nn.Parameter(value))
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=dtypes[prefix + name], device=device))
+            kind = buffer.dtype if buffer.dtype == torch.uint8 else dtypes[prefix + name]
+            setattr(module, name, torch.empty(buffer.shape, dtype=kind, device=device))
     return model
+
+
+def _code_places(places: Mapping[str, torch.Tensor], entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the scales of `entry` in a model whose experts are packed, as views."""
+    return _place(places[f"{entry.param}_codes"], entry), _place(places[f"{entry.param}_scales"], entry)
 
 
 def _place(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -268,7 +283,11 @@ def _write(model: Transformer, folder: Path, limit: int) -> None:
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):06d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for entry in shard:
-            tensors |= _stored_values(entry, _place(places[entry.param], entry).detach(), rule)
+            if entry.packed and entry.param not in places:
+                codes = (place.contiguous().cpu() for place in _code_places(places, entry))
+                tensors |= dict(zip(entry.stored(), codes, strict=True))
+            else:
+                tensors |= _stored_values(entry, _place(places[entry.param], entry).detach(), rule)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(t.nbytes for t in tensors.values())

@@ -16,7 +16,7 @@ from perilune.config import ModelConfig
 from perilune.model.parts import Parts
 from perilune.model.state import ROLLBACK, KdaState, boundary_after
 from perilune.ops import kda as kda_ops
-from perilune.ops.conv import short_conv
+from perilune.ops.names import keep, region
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.sequences import Sequences
 
@@ -52,15 +52,17 @@ class KdaLayer(nn.Module):
         """x_TD -> (y_TD, successors of `states`); states None computes whole documents and returns None."""
         linear = parts.linear
         u_TC = torch.cat([linear(x_TD, p.weight) for p in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        keep("kda.u", u_TC)
         window = None if states is None else _windows(states)
-        conv_TC, _ = short_conv(u_TC, self.conv_CW, sequences, window)
+        conv_TC, _ = parts.conv(u_TC, self.conv_CW, sequences, window)
+        keep("kda.qkv", conv_TC, lambda u_TC: parts.conv(u_TC, self.conv_CW, sequences, window)[0], u_TC)
         q_THK, k_THK, v_THK = (s.unflatten(-1, (self.heads, self.dim)) for s in conv_TC.chunk(3, dim=-1))
         g_raw_THK = linear(linear(x_TD, self.f_a_proj.weight), self.f_b_proj.weight).unflatten(-1, (-1, self.dim))
+        keep("kda.g", g_raw_THK)
         beta_TH = linear(x_TD, self.b_proj.weight)
         if states is None:
-            o_THK = parts.kda(
-                q_THK, k_THK, v_THK, g_raw_THK, beta_TH, self.A_log_H, self.dt_bias_HK, self.gate, None, sequences
-            )[0]
+            tensors = (q_THK, k_THK, v_THK, g_raw_THK, beta_TH, self.A_log_H, self.dt_bias_HK)
+            o_THK = region("kda.core", lambda *x: parts.kda(*x, self.gate, None, sequences)[0], *tensors)
             after = None
         else:
             q_THK, k_THK, g_THK, beta_TH = kda_ops.prepare(
@@ -70,7 +72,8 @@ class KdaLayer(nn.Module):
             o_THK, after = _advance(new, u_TC, sequences, states, self.gate.lower_bound)
             o_THK = o_THK.to(x_TD.dtype)
         gate_THK = self.output_gate(x_TD, parts).unflatten(-1, (self.heads, self.dim))
-        o_THK = gated_rms_norm(o_THK, self.o_norm_K, gate_THK, self.eps)
+        parts_of_o = (keep("kda.o", o_THK), self.o_norm_K, keep("kda.gate", gate_THK), self.eps)
+        o_THK = keep("kda.normed", gated_rms_norm(*parts_of_o), gated_rms_norm, *parts_of_o)
         return linear(o_THK.flatten(-2), self.o_proj.weight), after
 
     def output_gate(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -16,6 +16,7 @@ from perilune.model.paged_rows import PagedRows
 from perilune.model.parts import Parts
 from perilune.model.state import MlaState
 from perilune.ops.activation import sigmoid
+from perilune.ops.names import keep
 from perilune.ops.norm import rms_norm
 from perilune.ops.sequences import Sequences
 
@@ -52,22 +53,25 @@ class MlaLayer(nn.Module):
         states: Sequence[MlaState | PagedRows] | None = None,
     ) -> tuple[torch.Tensor, list[MlaState | PagedRows] | None, torch.Tensor]:
         """x_TD -> (y_TD, successors of `states` or None, exact largest logit of each head, float32 or wider [H])."""
-        q_THQ = self.queries(x_TD, parts).unflatten(-1, (self.heads, self.nope + self.rope))
+        q_THQ = keep("mla.q", self.queries(x_TD, parts)).unflatten(-1, (self.heads, self.nope + self.rope))
         c_TR, k_rope_TO = parts.linear(x_TD, self.kv_a_proj.weight).split([self.rank, self.rope], dim=-1)
         rows_TL = torch.cat([rms_norm(c_TR, self.kv_a_norm, self.eps), k_rope_TO], dim=-1)
         after = None
-        rows_SL, keys = rows_TL, sequences
-        if states is not None:
+        if states is None:
+            rows_SL, keys = parts.latents(rows_TL, sequences)
+        else:
             cut = sequences.offsets
             after = [s.append(rows_TL[cut[i] : cut[i + 1]]) for i, s in enumerate(states)]
             rows_SL = torch.cat([s.rows_SL for s in after])
             keys = Sequences.from_lengths([s.length for s in after], device=x_TD.device)
-        k_SHQ, v_SHV = self.keys_values(rows_SL, parts)
+        k_SHQ, v_SHV = self.keys_values(keep("mla.latent", rows_SL), parts)
         o_THV, _, max_logit_H = parts.mla(q_THQ, k_SHQ, v_SHV, sequences, keys, self.scale)
-        o_TX = o_THV.flatten(-2)
+        o_TX = keep("mla.o", o_THV).flatten(-2)
         if hasattr(self, "g_proj"):
             # The gate's sigmoid and product are taken in the model's dtype, as the released code does.
-            o_TX = o_TX * sigmoid(parts.linear(x_TD, self.g_proj.weight))
+            gate_TX = keep("mla.gate", parts.linear(x_TD, self.g_proj.weight))
+            open_TX = keep("mla.open", sigmoid(gate_TX), sigmoid, gate_TX)
+            o_TX = keep("mla.gated", o_TX * open_TX, torch.mul, o_TX, open_TX)
         return parts.linear(o_TX, self.o_proj.weight), after, max_logit_H
 
     def queries(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -80,7 +84,12 @@ class MlaLayer(nn.Module):
     def keys_values(self, rows_SL: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache rows -> k_SHQ and v_SHV."""
         c_SR, k_rope_SO = rows_SL.split([self.rank, self.rope], dim=-1)
-        kv = parts.linear(c_SR, self.kv_b_proj.weight).unflatten(-1, (self.heads, self.nope + self.v_dim))
-        k_nope_SHP, v_SHV = kv.split([self.nope, self.v_dim], dim=-1)
-        k_rope_SHO = k_rope_SO[:, None].expand(-1, self.heads, -1)
-        return torch.cat([k_nope_SHP, k_rope_SHO], dim=-1), v_SHV
+        of_kv = (c_SR, self.kv_b_proj.weight)
+        kv_SHX = keep("mla.kv", parts.linear(*of_kv), parts.linear, *of_kv).unflatten(-1, (self.heads, -1))
+        of_k = (kv_SHX[..., : self.nope], k_rope_SO)
+        return keep("mla.k", _keys(*of_k), _keys, *of_k), kv_SHX[..., self.nope :]
+
+
+def _keys(k_nope_SHP: torch.Tensor, k_rope_SO: torch.Tensor) -> torch.Tensor:
+    """k_SHQ: each head's own part, and the one that all heads share."""
+    return torch.cat([k_nope_SHP, k_rope_SO[:, None].expand(-1, k_nope_SHP.shape[1], -1)], dim=-1)

@@ -74,6 +74,11 @@ def entries(config: ModelConfig) -> Iterator[Entry]:
     yield Entry(f"{prefix}lm_head.weight", (config.vocab_size, d), "lm_head.weight")
 
 
+def quantized_parameters(config: ModelConfig) -> frozenset[str]:
+    """Our parameters that are MXFP4 in a checkpoint of `config`: what training rounds and what serving keeps packed."""
+    return frozenset(entry.param for entry in entries(config) if entry.packed)
+
+
 def _mixer(theirs: str, ours: str, d: int) -> Iterator[Entry]:
     yield Entry(f"{theirs}_norm.weight", (d,), f"{ours}.norm_D")
     yield Entry(f"{theirs}_proj.weight", (1, d), f"{ours}.query_D")

@@ -16,7 +16,9 @@ from perilune.config import Activation
 from perilune.ops import kda as kda_ops
 from perilune.ops import mla as mla_ops
 from perilune.ops import moe as moe_ops
+from perilune.ops.conv import short_conv
 from perilune.ops.linear import linear, linear_exact
+from perilune.ops.sequences import Sequences
 
 
 def mixture(
@@ -43,18 +45,26 @@ def in_turn(call: Callable[[], torch.Tensor], device: torch.device) -> Callable[
     return call
 
 
+def own_latents(rows_TL: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, Sequences]:
+    """The latent rows that a call's queries see, and their cut: those of its own tokens."""
+    return rows_TL, sequences
+
+
 @dataclass(frozen=True)
 class Parts:
     """One callable an operation, each with the signature of its namesake in `perilune.ops`.
 
-    kda: `ops.kda.kda`; mla: `ops.mla.attention`; experts: `ops.moe.experts`; linear: `ops.linear.linear`.
+    conv: `ops.conv.short_conv`; kda: `ops.kda.kda`; mla: `ops.mla.attention`; experts: `ops.moe.experts`;
+    linear: `ops.linear.linear`. latents: `own_latents`, or rows of other ranks too; not used with decoding state.
     mixture: `mixture` above, which calls `experts`; or experts that live on other ranks (`perilune.parallel`).
     mix_ahead: whether attention residuals may take finished blocks in passes of their own where no gradient is needed
         (`model.residual`), which rounds once more.
     beside: `in_turn`, or a version that starts the call on another stream while the mixture waits for other ranks.
     """
 
+    conv: Callable[..., tuple[torch.Tensor, torch.Tensor]] = short_conv
     kda: Callable[..., Any] = kda_ops.kda
+    latents: Callable[[torch.Tensor, Sequences], tuple[torch.Tensor, Sequences]] = own_latents
     mla: Callable[..., Any] = mla_ops.attention
     experts: Callable[..., torch.Tensor] = moe_ops.experts
     linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear

@@ -13,6 +13,7 @@ from torch import nn
 
 from perilune.config import ModelConfig
 from perilune.ops.attnres import Partial, implementation, merge_norm, mix_completed, mix_norm
+from perilune.ops.names import keep
 from perilune.ops.norm import add_rms_norm, rms_norm
 
 # Without gradients, that many finished blocks or more are mixed ahead, for so many sublayers at once.
@@ -80,26 +81,34 @@ class Stream:
         """Take the output of the sublayer whose site was entered last."""
         if self._sites[self._next - 1].ends_block:
             # A block's sum starts from its first layer's output, not from the stream before it.
-            self.live_TD = y_TD
+            self.live_TD = keep("stream", y_TD)
         else:
             self._added_TD = y_TD
 
+    def finish(self) -> list[torch.Tensor]:
+        """The sources after the last sublayer, for layers that lie elsewhere."""
+        if self._added_TD is not None:
+            self.live_TD, self._added_TD = self.live_TD + self._added_TD, None
+        return self.sources
+
     def _plain(self, site: Site) -> torch.Tensor:
         if self._added_TD is None:
-            return rms_norm(self.live_TD, site.norm_w_D, site.eps)
-        self.live_TD, x_TD = add_rms_norm(self.live_TD, self._added_TD, site.norm_w_D, site.eps)
-        self._added_TD = None
-        return x_TD
+            x_TD = rms_norm(self.live_TD, site.norm_w_D, site.eps)
+        else:
+            self.live_TD, x_TD = add_rms_norm(self.live_TD, self._added_TD, site.norm_w_D, site.eps)
+            self._added_TD = None
+        return keep("norm", x_TD, rms_norm, keep("stream", self.live_TD), site.norm_w_D, site.eps)
 
     def _mixed(self, site: Site, mixer: Mixer) -> torch.Tensor:
         if self._added_TD is not None:
-            self.live_TD, self._added_TD = self.live_TD + self._added_TD, None
+            self.live_TD, self._added_TD = keep("stream", self.live_TD + self._added_TD), None
         if self._ahead and len(self.bank) >= AHEAD_BLOCKS and implementation(self.sources) == "triton":
             partial = self._partial()
             return merge_norm(partial, self.live_TD, mixer.norm_D, mixer.query_D, mixer.eps, site.norm_w_D, site.eps)
+        before = self.sources
         x_TD: torch.Tensor
-        x_TD, (*self.bank, self.live_TD) = mixer(self.sources, site.norm_w_D, site.eps)
-        return x_TD
+        x_TD, (*self.bank, self.live_TD) = mixer(before, site.norm_w_D, site.eps)
+        return keep("norm", x_TD, lambda *sources: mixer(sources, site.norm_w_D, site.eps)[0], *before)
 
     def _partial(self) -> Partial:
         """The finished blocks' part in this site's mixture; made for the sites that follow on the same bank as well."""

@@ -6,13 +6,14 @@ Legend: T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from perilune.config import ModelConfig
+from perilune.config import ModelConfig, QuantConfig
 from perilune.errors import Error
 from perilune.model.kda import KdaLayer
 from perilune.model.mla import MlaLayer
@@ -21,6 +22,8 @@ from perilune.model.parts import DEFAULT, Parts
 from perilune.model.residual import Mixer, Site, Stream
 from perilune.model.state import LayerState, SequenceState
 from perilune.ops.moe import Routing
+from perilune.ops.names import layer as name_layer
+from perilune.ops.names import region
 from perilune.ops.sequences import Sequences
 
 
@@ -50,7 +53,7 @@ Attend = Callable[[int, nn.Module, torch.Tensor], torch.Tensor]
 class Layer(nn.Module):
     """One decoder layer; what it adds to the residual stream is decided by the Transformer."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, index: int, packed: bool = False) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.starts_block = config.starts_block(index)
@@ -59,7 +62,7 @@ class Layer(nn.Module):
         self.ffn_norm_D = nn.Parameter(torch.empty(config.hidden_size))
         self.ffn: DenseMlp | SparseMoe
         if config.is_sparse(index):
-            self.ffn = SparseMoe(config)
+            self.ffn = SparseMoe(config, packed)
         else:
             self.ffn = DenseMlp(config.hidden_size, config.intermediate_size, config.activation)
         if config.attn_res is not None:
@@ -71,18 +74,29 @@ class Transformer(nn.Module):
     """A Kimi-K3-shaped or Kimi-Linear-shaped language model over packed tokens.
 
     parts: the callables its layers use (`perilune.model.parts`); see `with_parts`.
+    packed: the routed experts are kept as MXFP4 codes, for inference; config.quant must be set.
     A new model's weights are unset until `perilune.model.initialize` or a checkpoint fills them.
     """
 
-    def __init__(self, config: ModelConfig, parts: Parts = DEFAULT) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts = DEFAULT, packed: bool = False) -> None:
+        if packed and config.quant is None:
+            raise Error("packed is true but config.quant is None; only quantised experts can be kept packed")
         super().__init__()
         self.config, self.parts = config, parts
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([Layer(config, index) for index in range(config.num_layers)])
+        self.layers = nn.ModuleList([Layer(config, index, packed) for index in range(config.num_layers)])
         if config.attn_res is not None:
             self.output_res = Mixer(config)
         self.norm_D = nn.Parameter(torch.empty(config.hidden_size))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def set_quant(self, quant: QuantConfig | None) -> None:
+        """Change what the experts' numbers are from now on; weights stay as they are. Not for a packed model."""
+        self.config = dataclasses.replace(self.config, quant=quant)
+        for module in self.modules():
+            if isinstance(module, SparseMoe):
+                assert not module.packed
+                module.quant = quant
 
     def with_parts(self, parts: Parts) -> Transformer:
         """The same weights run through other callables."""
@@ -119,7 +133,7 @@ class Transformer(nn.Module):
 
         def attend(index: int, attn: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
             before = None if state is None else [s.layers[index] for s in state]
-            y_TD, successors, *rest = attn(x_TD, sequences, self.parts, before)
+            y_TD, successors, *rest = region("attn", lambda x_TD: attn(x_TD, sequences, self.parts, before), x_TD)
             for mine, successor in zip(after, successors or (), strict=False):
                 mine.append(successor)
             if stats is not None and rest:
@@ -140,15 +154,17 @@ class Transformer(nn.Module):
         stream = Stream(self.embed(tokens_T), self._sites(), ahead)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
+            name_layer(index)
             stream.leave(attend(index, layer.attn, stream.enter()))
             x_TD = stream.enter()
             if isinstance(layer.ffn, SparseMoe):
-                y_TD, routing = layer.ffn(x_TD, self.parts)
+                y_TD, routing = region("ffn", layer.ffn, x_TD, self.parts)
                 if stats is not None:
                     stats.routing[index] = routing
             else:
-                y_TD = layer.ffn(x_TD, self.parts)
+                y_TD = region("ffn", layer.ffn, x_TD, self.parts)
             stream.leave(y_TD)
+        name_layer(None)
         return Hidden(stream.enter(), self._taps(stream.sources, taps))
 
     def _sites(self) -> list[Site]:

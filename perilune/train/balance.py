@@ -23,7 +23,9 @@ class Balancer:
 
     def __init__(self, model: Transformer, config: BalanceConfig) -> None:
         self.config, self.top_k, self.experts = config, model.config.moe.top_k, model.config.moe.num_experts
-        self.bias: dict[int, Tensor] = {i: model.layers[i].ffn.router.bias_E for i in model.config.sparse_layers}  # type: ignore[union-attr, misc]
+        # With pipeline stages only some layers are here.
+        here = [i for i in model.config.sparse_layers if hasattr(model.layers[i], "ffn")]
+        self.bias: dict[int, Tensor] = {i: model.layers[i].ffn.router.bias_E for i in here}  # type: ignore[union-attr, misc]
         self.active = config.enabled and self.top_k < self.experts
         self._clear()
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run: written whole under a temporary name, then renamed, so that one is complete or absent.
 
-A checkpoint is a folder `step-00000120` with torch's distributed-checkpoint files (all tensors) and meta.json
-(everything that is plain numbers: step, position in the data).
+A checkpoint is a folder `step-00000120` with torch's distributed-checkpoint files (all tensors, whole under their own
+names whatever ranks wrote them) and meta.json (everything that is plain numbers: step, position in the data). In a run
+of several ranks all of them call `save_checkpoint`, and each writes its part.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -42,23 +44,29 @@ def save_checkpoint(folder: str | Path, step: int, tensors: Mapping[str, Tensor]
     path = folder / f"step-{step:08d}"
     temporary = folder / (path.name + _TEMPORARY)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        with _single_process():
-            save(dict(tensors), storage_writer=FileSystemWriter(temporary), no_dist=True)
-        _write(temporary / "meta.json", json.dumps(meta))
-        _sync(temporary)
-        if path.exists():
-            shutil.rmtree(path)
-        os.rename(temporary, path)
-        _sync(folder)
+        with _all_or_none():
+            if _leads():
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(temporary, ignore_errors=True)
+        with _all_or_none(), _single_process():
+            save(dict(tensors), storage_writer=FileSystemWriter(temporary), no_dist=_ranks() == 1)
+        with _all_or_none():
+            if _leads():
+                _write(temporary / "meta.json", json.dumps(meta))
+                _sync(temporary)
+                if path.exists():
+                    shutil.rmtree(path)
+                os.rename(temporary, path)
+                _sync(folder)
     except BaseException as cause:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if _leads():
+            shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(cause, _FAILURES):
             raise Error(f"checkpoint {path} could not be written: {_reason(cause)}") from cause
         raise
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    if _leads():
+        for old in list_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
     return path
 
 
@@ -78,23 +86,53 @@ def remove_incomplete(folder: str | Path) -> int:
     return len(found)
 
 
-def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], Any]:
-    """All tensors of a checkpoint, on the CPU, and its meta. Raises Error when files are missing or damaged."""
+def open_checkpoint(path: str | Path) -> tuple[Any, dict[str, tuple[torch.Size, torch.dtype]]]:
+    """A checkpoint's meta, and sizes and dtypes of its tensors by name. Raises Error when it is missing or damaged."""
     path = Path(path)
     try:
         meta = json.loads((path / "meta.json").read_text("utf-8"))
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        with _single_process():
-            load(tensors, storage_reader=reader, no_dist=True)
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
     except _FAILURES as cause:
         raise Error(f"checkpoint {path} cannot be read: {_reason(cause)}") from cause
+    return meta, {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_checkpoint(path: str | Path, tensors: Mapping[str, Tensor], reader: FileSystemReader | None = None) -> None:
+    """Fill `tensors` by name, in place: whole ones, or a rank's part (`perilune.parallel.checkpoint.Part`).
+
+    Each rank reads what it needs by itself, with a reader of its own unless one is given. Raises Error for a name or a
+    size that is not the checkpoint's.
+    """
+    try:
+        with _single_process(), torch.no_grad():
+            load(dict(tensors), storage_reader=reader or FileSystemReader(Path(path)), no_dist=True)
+    except _FAILURES as cause:
+        raise Error(f"checkpoint {path} cannot be read: {_reason(cause)}") from cause
+
+
+def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], Any]:
+    """All tensors of a checkpoint, whole, on the CPU, and its meta. Raises Error when files are missing or damaged."""
+    meta, stored = open_checkpoint(path)
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in stored.items()}
+    read_checkpoint(path, tensors)
     return tensors, meta
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The config.json of the run that a folder holds."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except OSError as cause:
+        raise Error(f"{path}, of the run to continue, cannot be read: {cause.strerror}") from None
+    except ValueError as cause:
+        raise Error(f"{path}, of the run to continue, is not JSON: {cause}") from None
+    if not isinstance(settings, dict):
+        raise Error(f"{path}, of the run to continue, holds a {type(settings).__name__}; must be an object")
+    return settings
 
 
 def pack_optimizers(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, Tensor]:
@@ -107,6 +145,32 @@ def pack_optimizers(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapp
     }
 
 
+def parameter_of(name: str) -> str:
+    """The parameter of a name made by `pack_optimizers`."""
+    return name.partition("/")[2].rpartition("/")[0]
+
+
+def empty_states(
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]], params: Mapping[str, Tensor], known: Container[str]
+) -> dict[str, Tensor]:
+    """Memory for those optimizer tensors of a checkpoint that belong to `params`, like this rank's part of them.
+
+    known: the parameters of the whole model. Raises Error for a tensor of any other.
+    """
+    states = {}
+    for name, (size, dtype) in stored.items():
+        if not name.startswith("optim/"):
+            continue
+        if parameter_of(name) not in known:
+            raise Error(f"checkpoint holds {name}, but the model has no such trained parameter")
+        param = params.get(parameter_of(name))
+        if param is not None:
+            # A scalar counter stays where the optimizer makes it, on the CPU.
+            like = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            states[name] = like if size else torch.empty(size, dtype=dtype)
+    return states
+
+
 def unpack_optimizers(
     tensors: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer], params: Mapping[str, Tensor]
 ) -> None:
@@ -115,15 +179,39 @@ def unpack_optimizers(
         param: optimizer for optimizer in optimizers.values() for g in optimizer.param_groups for param in g["params"]
     }
     for name, value in tensors.items():
-        kind, _, rest = name.partition("/")
-        if kind != "optim":
-            continue
-        param_name, _, key = rest.rpartition("/")
-        param = params.get(param_name)
+        param = params.get(parameter_of(name))
         if param is None or param not in owner:
             raise Error(f"checkpoint holds {name}, but the model has no such trained parameter")
-        # A scalar counter stays where the optimizer made it, on the CPU.
-        owner[param].state[param][key] = value if value.dim() == 0 else value.to(param.device)
+        owner[param].state[param][name.rpartition("/")[2]] = value
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _leads() -> bool:
+    return _ranks() == 1 or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def _all_or_none() -> Iterator[None]:
+    """What is done inside by one or all ranks either works on all of them, or raises on all of them."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except _FAILURES as cause:
+        problem = cause
+    if _ranks() == 1:
+        if problem is not None:
+            raise problem
+        return
+    told: list[str | None] = [None] * _ranks()
+    dist.all_gather_object(told, None if problem is None else _reason(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise Error(f"rank {rank}: {text}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -165,9 +253,14 @@ def _reason(cause: BaseException) -> str:
 
 
 __all__ = [
+    "empty_states",
     "list_checkpoints",
     "load_checkpoint",
+    "open_checkpoint",
     "pack_optimizers",
+    "parameter_of",
+    "read_checkpoint",
+    "read_settings",
     "remove_incomplete",
     "save_checkpoint",
     "unpack_optimizers",

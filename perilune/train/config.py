@@ -123,14 +123,43 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True)
+class QatConfig:
+    """Training in the numbers that are served: routed experts' weights MXFP4, what they multiply MXFP8."""
+
+    enabled: bool = False
+    """False trains, and exports, experts in the run's dtype, also from a quantised checkpoint."""
+    scale_rule: Literal["even", "floor", "rceil", "ceil"] = "even"
+    """How the scale of 32 values is chosen; must be that of a quantised `init_from`."""
+    activations: Literal["none", "inputs", "all"] = "inputs"
+    """Which activations are MXFP8: none, the experts' inputs, or those between their two products as well."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """Several processes on one run (torchrun); one process needs none of it.
 
-    `accumulate` micro-batches make a step on any number of processes, so it must be a multiple of that number.
+    `accumulate` micro-batches make a step on any number of processes; it must be a multiple of those with tokens of
+    their own (all processes / (pp x cp x tp)).
     """
 
+    pp: int = 1
+    """Stages that the layers are dealt out to."""
+    schedule: Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = "1F1B"
+    """In which order stages work on micro-batches; names of torch.distributed.pipelining."""
+    virtual: int = 1
+    """Stages of one process; more than 1 with the interleaved schedules, 2 with ZBV."""
+    shard: int = 0
+    """Processes over which `zero` cuts parameters; 0: all with tokens of their own. What is left are replicas."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """0: every process holds all parameters. 1: optimizer states are cut, 2: gradients as well, 3: weights as well."""
+    cp: int = 1
+    """Processes that one stream of tokens is cut over."""
+    order: Literal["contiguous", "zigzag"] = "zigzag"
+    """How cp cuts a stream; zigzag gives every process tokens with short and with long pasts."""
+    tp: int = 1
+    """Processes that the matrices of attention, dense MLP, embedding and head are cut over."""
     ep: int = 0
-    """Processes that one set of experts is spread over; 0: all of them. What is left of them holds replicas."""
+    """Processes that one set of experts is spread over; 0: all of a stage. What is left of them holds replicas."""
     policy: Literal["exact", "tolerant", "off"] = "tolerant"
     """How experts' load is evened out: to the row, above a limit only, or not at all."""
     eps: float = 0.02
@@ -143,10 +172,34 @@ class ParallelConfig:
     """Seconds after which a rank that waits for another ends with an error."""
 
     def __post_init__(self) -> None:
-        _require(self.ep >= 0, "parallel.ep", self.ep, "must be >= 0")
+        for name in ("pp", "virtual", "cp", "tp"):
+            _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be >= 1")
+        for name in ("shard", "ep"):
+            _require(getattr(self, name) >= 0, f"parallel.{name}", getattr(self, name), "must be >= 0")
+        _require(self.pp == 1 or self.zero == 0, "parallel.zero", self.zero, "must be 0 with parallel.pp > 1")
         _require(0 <= self.eps < 1e6, "parallel.eps", self.eps, "must be >= 0")
         _require(self.min_rows >= 0, "parallel.min_rows", self.min_rows, "must be >= 0")
         _require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0 and < 1e7 seconds")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is kept between the forward and the backward pass (docs/memory.md); for runs of one process."""
+
+    plan: str = "none"
+    """none, full-recompute, k3, fit, or the path of a TOML file with a table [plan]."""
+    budget: int = 0
+    """fit: most bytes of saved activations on the device."""
+    host_bytes: int = 0
+    """Most host memory for activations; 0: no limit."""
+    nvme: str | None = None
+    """Folder for what a plan sends to nvme."""
+
+    def __post_init__(self) -> None:
+        _require(self.host_bytes >= 0, "memory.host_bytes", self.host_bytes, "must be >= 0")
+        _require(
+            (self.budget > 0) == (self.plan == "fit"), "memory.budget", self.budget, "must be > 0 with plan fit only"
+        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +235,9 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    qat: QatConfig = field(default_factory=QatConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep", "loss_chunk"):
@@ -273,4 +328,13 @@ def _one_line(message: str) -> str:
     return "config: " + " ".join(kept)
 
 
-__all__ = ["BalanceConfig", "DataConfig", "OptimConfig", "ParallelConfig", "TrainConfig", "from_dict", "load_config"]
+__all__ = [
+    "BalanceConfig",
+    "DataConfig",
+    "MemoryConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "from_dict",
+    "load_config",
+]

@@ -1,40 +1,66 @@
-"""Float32 copies of low-precision weights, so that small updates are not lost to rounding."""
+"""What the optimizers update: plain tensors in float32 or wider, this rank's part of each parameter.
+
+Quantisation-aware training lives here: the model multiplies by weights that are on the MXFP4 grid, the optimizer
+updates unrounded copies of them, and a gradient with respect to the rounded weight is taken for the copy's
+(straight-through). So rounding happens once a step, whatever the number of micro-batches, and what is exported is
+bit for bit what was trained with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Set
 
 import torch
 from torch import Tensor, nn
 
+from perilune.errors import Error
+from perilune.ops.mx import BLOCK, fake_quantize
+from perilune.parallel.collectives import local
+
 
 class Masters:
-    """What the optimizers update: a float32 copy of every bfloat16 parameter, and the other parameters themselves."""
+    """A float32 copy of every bfloat16 parameter, so that small updates are not lost to rounding; the local part of
+    one that FSDP has cut (the same memory); other parameters themselves.
 
-    def __init__(self, model: nn.Module) -> None:
+    quantized: names of the parameters that are rounded to MXFP4 by `rule`; they have a copy in any dtype, and are
+    rounded at once. Raises Error, naming the parameter, where this rank's part has rows that blocks of 32 do not fill.
+    """
+
+    def __init__(self, model: nn.Module, quantized: Set[str] = frozenset(), rule: str = "even") -> None:
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.params: dict[str, Tensor] = {
-            name: nn.Parameter(p.detach().float()) if _low(p) else p for name, p in self.weights.items()
-        }
+        self.quantized, self.rule = quantized & self.weights.keys(), rule
+        for name in sorted(self.quantized):
+            width = local(self.weights[name].detach()).shape[-1]
+            if width % BLOCK:
+                raise Error(f"{name} has rows of {width} values on this rank; MXFP4 needs a multiple of {BLOCK}")
+        self.params: dict[str, Tensor] = {name: _updated(p, name in self.quantized) for name, p in self.weights.items()}
+        self.write_back(self.quantized)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [(w, self.params[name]) for name, w in self.weights.items() if self.params[name] is not w]
 
     def take_gradients(self) -> None:
-        """Move the weights' gradients to the copies."""
+        """Move the weights' gradients to what is updated."""
         for weight, master in self._pairs():
-            master.grad = None if weight.grad is None else weight.grad.float()
+            master.grad = None if weight.grad is None else local(weight.grad).to(master.dtype)
             weight.grad = None
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Round the copies to the weights."""
-        for weight, master in self._pairs():
-            weight.copy_(master)
+    def write_back(self, names: Set[str] | None = None) -> None:
+        """Round the copies to the weights (of `names`; None: all)."""
+        for name in self.weights if names is None else names:
+            weight, master = self.weights[name], self.params[name]
+            if name in self.quantized:
+                local(weight).copy_(fake_quantize(master, "mxfp4", self.rule))
+            elif _low(weight):
+                local(weight).copy_(master)
 
-    def state(self) -> Mapping[str, Tensor]:
-        """The copies by parameter name."""
-        return {name: master for name, master in self.params.items() if master is not self.weights[name]}
+
+def _updated(weight: Tensor, copied: bool) -> Tensor:
+    part = local(weight.detach())
+    if copied or _low(part):
+        return nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
+    return weight if isinstance(weight, nn.Parameter) and not hasattr(weight, "to_local") else nn.Parameter(part)
 
 
 def _low(tensor: Tensor) -> bool:

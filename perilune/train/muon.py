@@ -9,13 +9,14 @@ Legend: B matrices of one shape, M rows, N columns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from perilune.errors import Error
+from perilune.parallel.muon import Spread
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
@@ -49,6 +50,8 @@ class Muon(torch.optim.Optimizer):
     at a time, and knows no heads.
 
     State of a parameter: "momentum", a tensor like it. Raises Error for a shape that cannot be split.
+
+    spread: turns the parameters whose matrices lie on several ranks (`perilune.parallel.muon`); names: theirs.
     """
 
     def __init__(
@@ -60,7 +63,11 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.float32,
         heads: int = 1,
+        spread: Spread | None = None,
+        names: Mapping[Tensor, str] | None = None,
     ) -> None:
+        self.away = {p: n for p, n in (names or {}).items() if spread is not None and spread.takes(n)}
+        self.spread = spread
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -72,7 +79,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             for param in group["params"]:
-                _matrices(param, group["heads"])
+                if param not in self.away:
+                    _matrices(param, group["heads"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -80,6 +88,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             raise Error("Muon.step takes no closure")
         buckets: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        away: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -90,7 +99,11 @@ class Muon(torch.optim.Optimizer):
                 average = state["momentum"]
                 average.mul_(group["momentum"]).add_(param.grad)
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                update_BMN = _matrices(torch.add(param.grad, average, alpha=group["momentum"]), group["heads"])
+                update = torch.add(param.grad, average, alpha=group["momentum"])
+                if param in self.away:
+                    away[param] = update
+                    continue
+                update_BMN = _matrices(update, group["heads"])
                 key = (*update_BMN.shape[1:], group["lr"], group["ns_steps"], group["ns_dtype"])
                 buckets[key].append((param, update_BMN))
         for (rows, columns, lr, ns_steps, ns_dtype), bucket in buckets.items():
@@ -98,6 +111,21 @@ class Muon(torch.optim.Optimizer):
             turned_BMN = orthogonalize(torch.cat([update_BMN for _, update_BMN in bucket]), ns_steps, ns_dtype)
             for (param, _), part in zip(bucket, torch.split(turned_BMN, counts), strict=True):
                 param.add_(part.reshape(param.shape).to(param.dtype), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+        self._turn_away(away)
+
+    def _turn_away(self, updates: Mapping[Tensor, Tensor]) -> None:
+        """The same for matrices that lie on several ranks; all groups have one learning rate and one iteration."""
+        if self.spread is None or not updates:
+            return
+        group = self.param_groups[0]
+        turned = self.spread.turn(
+            {self.away[param]: update for param, update in updates.items()},
+            lambda x_BMN: orthogonalize(x_BMN, group["ns_steps"], group["ns_dtype"]),
+        )
+        for param in updates:
+            name = self.away[param]
+            scale = 0.2 * max(self.spread.matrices[name].shape) ** 0.5
+            param.add_(turned[name].to(param.dtype), alpha=-group["lr"] * scale)
 
 
 def _matrices(value: Tensor, heads: int) -> Tensor:

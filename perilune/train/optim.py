@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from perilune.errors import Error
+from perilune.parallel.muon import Spread
 from perilune.train.config import OptimConfig
 from perilune.train.muon import Muon
 from perilune.train.schedule import learning_rate
@@ -16,12 +18,13 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch
 
 
 def build_optimizers(
-    params: Mapping[str, Tensor], heads: Mapping[str, int], config: OptimConfig
+    params: Mapping[str, Tensor], heads: Mapping[str, int], config: OptimConfig, spread: Spread | None = None
 ) -> dict[str, torch.optim.Optimizer]:
     """{"muon": ..., "adamw": ...} over named parameters; an optimizer without parameters is left out.
 
     heads: name -> row blocks of the matrices that Muon takes (`perilune.model.muon_heads`); all others are AdamW's,
     with weight decay on matrices called `weight` only (embedding and head; not biases, decays or convolutions).
+    spread: where the matrices of Muon are that lie on several ranks.
     Raises Error for a model without parameters or a name in `heads` that is none of them.
     """
     if not params:
@@ -42,6 +45,8 @@ def build_optimizers(
             config.weight_decay,
             config.ns_steps,
             _DTYPES[config.ns_dtype],
+            spread=spread,
+            names={param: name for name, param in params.items()},
         )
     others = {name: param for name, param in params.items() if name not in heads}
     decayed = [p for name, p in others.items() if name.endswith("weight") and p.dim() >= 2]
@@ -72,28 +77,26 @@ def set_learning_rates(
 def clip_gradients(
     params: Iterable[Tensor],
     limit: float,
-    parts: Iterable[Tensor] = (),
+    copies: Iterable[int] | None = None,
     add_squares: Callable[[Tensor], Tensor] = lambda squares: squares,
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most `limit`; returns the norm before (at least fp32).
 
     Squares are summed in at least float32, tensor by tensor in the order of `params`, so the result does not depend
-    on how a library groups tensors. parts: parameters of which this rank holds only a part; add_squares adds their
-    squares over the ranks. A norm that is not finite leaves the gradients as they are.
+    on how a library groups tensors. copies: on how many ranks each parameter's numbers are; add_squares adds up over
+    all of them. A norm that is not finite leaves the gradients as they are.
     """
-    mine, cut = ([p.grad for p in of if p.grad is not None] for of in (params, parts))
-    grads = mine + cut
+    counts = repeat(1) if copies is None else copies
+    pairs = [(p.grad, n) for p, n in zip(params, counts, strict=copies is not None) if p.grad is not None]
+    grads = [grad for grad, _ in pairs]
     if not grads:
         raise Error("clip_gradients: no parameter has a gradient")
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=grads[0].device)
-    for grad in mine:
-        total += grad.to(wide).square().sum()
-    if cut:
-        squares = torch.zeros_like(total)
-        for grad in cut:
-            squares += grad.to(wide).square().sum()
-        total += add_squares(squares)
+    for grad, count in pairs:
+        squares = grad.to(wide).square().sum()
+        total += squares / count if count > 1 else squares
+    total = add_squares(total)
     norm = total.sqrt()
     factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
     factor = torch.where(norm.isfinite(), factor, torch.ones_like(norm))

@@ -22,13 +22,19 @@ from torch import Tensor
 from perilune.chat import Tokenizer
 from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model import Stats, Transformer, initialize, load, muon_heads, save
+from perilune.model import Stats, Transformer, initialize, load, quantized_parameters, save
+from perilune.parallel.layout import KEPT
 from perilune.parallel.mesh import local_rank, processes
+from perilune.train.activations import Activations
 from perilune.train.balance import Balancer, imbalance
 from perilune.train.checkpoint import (
+    empty_states,
     list_checkpoints,
-    load_checkpoint,
+    open_checkpoint,
     pack_optimizers,
+    parameter_of,
+    read_checkpoint,
+    read_settings,
     remove_incomplete,
     save_checkpoint,
     unpack_optimizers,
@@ -39,17 +45,17 @@ from perilune.train.evaluate import Evaluation, evaluate
 from perilune.train.files import find_files
 from perilune.train.flops import count_flops, device_peak
 from perilune.train.log import Bar, Board, MetricsFile
-from perilune.train.loss import cross_entropy
 from perilune.train.malloc import keep_freed_memory
 from perilune.train.masters import Masters
 from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates
-from perilune.train.qk_clip import qk_clip
+from perilune.train.qat import qat_quant
+from perilune.train.qk_clip import row_factors
 from perilune.train.report import require_plots, write_report
 from perilune.train.team import Team
 from perilune.train.write import TEMPORARY, lock_folder, naming, write_whole
 
 # Settings that a continued run may change: they do not touch what is computed.
-_FREE = ("eval_every", "checkpoint_every", "keep", "parallel")
+_FREE = ("eval_every", "checkpoint_every", "keep", "parallel", "memory")
 # Rows of metrics.jsonl that carry the load of every expert.
 _LOAD_ROWS = 100
 
@@ -92,7 +98,7 @@ class Trainer:
             raise Error("balance.bins is 0; a run of several processes needs bins > 0")
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.tokenizer = Tokenizer.load(_tokenizer_path(config))
+        self.tokenizer = Tokenizer.load(tokenizer_path(config))
         self.data = Batches(config.data, self.tokenizer, config.seed)
         if config.data.held_out and next(held_out_batches(config.data, self.tokenizer), None) is None:
             raise Error(f"data.held_out is {config.data.held_out!r}; it holds no text to evaluate on")
@@ -102,8 +108,11 @@ class Trainer:
             size = self.model.config.vocab_size
             raise Error(f"tokenizer has {self.tokenizer.vocab_size} ids; the model's vocab_size is {size}")
         self.model = self.team.spread(self.model, config.data.batch_tokens)
-        self.masters = Masters(self.model)
-        self.optimizers = build_optimizers(self.masters.params, muon_heads(self.model), config.optim)
+        rule = self.model.config.quant.scale_rule if self.model.config.quant else "even"
+        self.masters = Masters(self.model, quantized_parameters(self.model.config), rule)
+        heads, spread = self.team.matrices(self.model, self.masters.params)
+        self.optimizers = build_optimizers(self.masters.params, heads, config.optim, spread)
+        self.activations = Activations(config.memory, self.model, self.device, self.team.mesh.ranks)
         self.balancer = Balancer(self.model, config.balance)
         self.flops = count_flops(self.model.config)
         self.lock: IO[bytes] | None = None
@@ -135,27 +144,24 @@ class Trainer:
         everyones = [next(self.data) for _ in range(config.accumulate)]
         counted = int(sum(batch.mask_T.sum() for batch in everyones))
         batches = [batch.to(self.device) for batch in self.team.share(everyones)]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         logits: dict[int, Tensor] = {}
-        self.model.train()
-        for batch in batches:
-            stats = Stats()
-            x_TD = self.model.hidden(batch.tokens_T, batch.sequences, stats=stats).x_TD
-            loss, _ = cross_entropy(x_TD, self.model.lm_head.weight, batch.targets_T, batch.mask_T, config.loss_chunk)
-            (loss / max(1, counted)).backward()
-            total += loss.detach()
+
+        def observe(stats: Stats) -> None:
             self.balancer.add(stats.routing)
             for layer, max_logit_H in stats.max_logit.items():
-                seen_H = max_logit_H.detach()
+                seen_H = self.team.all_heads(max_logit_H.detach())
                 logits[layer] = torch.maximum(logits[layer], seen_H) if layer in logits else seen_H
+
+        self.model.train()
+        with self.activations.step(lambda: self.team.whole_loss(self.model, batches[0], config.loss_chunk)[0]):
+            total = self.team.passes(self.model, batches, counted, config.loss_chunk, observe)
         self.masters.take_gradients()
         params = self.masters.params
         self.team.add_gradients(params)
-        self.team.add([total, *self.balancer.sums()] if self.team.mesh.ranks > 1 else ())
-        self.team.largest(logits.values())
-        parts = [param for name, param in params.items() if self.team.has_part(name)]
-        held = [param for name, param in params.items() if not self.team.has_part(name)]
-        norm = clip_gradients(held, config.optim.clip, parts, self.team.add_squares)
+        self.team.add([total])
+        self.team.add_in_stage(self.balancer.sums())
+        self.team.largest_in_stage(logits.values())
+        norm = clip_gradients(params.values(), config.optim.clip, self.team.copies(params), self.team.add_squares)
         mean = total.item() / max(1, counted)
         if not (math.isfinite(mean) and bool(norm.isfinite())):
             raise Error(f"step {self.step + 1}: loss is {mean}, gradient norm {norm.item()}; lower optim.lr or clip")
@@ -166,6 +172,10 @@ class Trainer:
         clipped = self._clip_logits(logits)
         self.masters.write_back()
         load = self.balancer.update()
+        highest = max((float(v.max()) for v in logits.values()), default=0.0)
+        seen = self.team.of_stages((load, highest, clipped))
+        load = {layer: load_E for loads, _, _ in seen for layer, load_E in loads.items()}
+        highest, clipped = max(value for _, value, _ in seen), sum(heads for _, _, heads in seen)
         self.step += 1
         tokens = sum(batch.sequences.total for batch in everyones)
         row: dict[str, Any] = {
@@ -177,13 +187,16 @@ class Trainer:
             "grad_norm": norm.item(),
             "flops": sum(self.flops.train(batch.sequences) for batch in everyones),
             "imbalance": {str(layer): imbalance(load_E) for layer, load_E in load.items()},
-            "max_logit": max((float(v.max()) for v in logits.values()), default=0.0),
+            "max_logit": highest,
             "clipped_heads": clipped,
             "seconds": time.perf_counter() - begin,
         }
         experts = self.team.expert_stats()
         if experts is not None:
             row["experts"] = dict(experts)
+        hops = self.team.hop_bytes()
+        if hops is not None:
+            row["hop_bytes"] = hops
         if self.step % max(1, config.steps // _LOAD_ROWS) == 0:
             row["load"] = {str(layer): load_E.tolist() for layer, load_E in load.items()}
         return row
@@ -197,9 +210,13 @@ class Trainer:
             if float(max_logit_H.max()) <= limit:
                 continue
             names = (f"layers.{layer}.attn.{name}.weight" for name in ("q_b_proj", "q_proj"))
-            query = next(self.masters.params[name] for name in names if name in self.masters.params)
-            key_value = self.masters.params[f"layers.{layer}.attn.kv_b_proj.weight"]
-            factor_H = qk_clip(query, key_value, max_logit_H, mla.qk_nope_head_dim, mla.qk_rope_head_dim, limit)
+            query = next(name for name in names if name in self.masters.params)
+            key_value = f"layers.{layer}.attn.kv_b_proj.weight"
+            factor_H, *factors = row_factors(
+                max_logit_H, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim, limit
+            )
+            for name, factor_R in zip((query, key_value), factors, strict=True):
+                self.team.scale_rows(name, self.masters.params[name], factor_R)
             heads += int((factor_H < 1).sum())
         return heads
 
@@ -208,7 +225,9 @@ class Trainer:
         if not self.config.data.held_out:
             return None
         self.model.eval()
-        found = evaluate(self.model, held_out_batches(self.config.data, self.tokenizer), self.config.loss_chunk)
+        batches = held_out_batches(self.config.data, self.tokenizer)
+        found = evaluate(self.model, batches, self.config.loss_chunk, self.team.whole_loss)
+        self.team.end_evaluation(self.model)
         self.team.expert_stats()
         return found
 
@@ -232,7 +251,7 @@ class Trainer:
             return self._follow(on_step)
         metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
         board = Board(self.out / "tensorboard", self.step + 1)
-        peak = device_peak(self.device, self.model.lm_head.weight.dtype)
+        peak = device_peak(self.device, getattr(torch, config.dtype))
         evaluation = None
         with Bar(config.steps, self.step, console) as bar:
             while self.step < config.steps:
@@ -249,7 +268,8 @@ class Trainer:
         board.close()
         evaluation = evaluation or self.evaluate()
         checkpoint = self.out / "checkpoint"
-        save(self.team.whole(self.model), checkpoint)
+        self.model = self.team.whole(self.model, self.masters.weights)
+        save(self.model, checkpoint)
         with naming(checkpoint):
             self.tokenizer.save(checkpoint)
         write_report(self.out)
@@ -267,7 +287,7 @@ class Trainer:
             if on_step is not None:
                 on_step(row)
         evaluation = evaluation or self.evaluate()
-        self.team.whole(self.model)
+        self.model = self.team.whole(self.model, self.masters.weights)
         return Result(self.out, self.out / "checkpoint", evaluation)
 
     def _due(self, every: int) -> bool:
@@ -314,17 +334,15 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of everything the next step depends on, in one layout for any number of ranks."""
         self.team.must_be_cut("save")
-        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"master/{name}": value for name, value in self.masters.state().items()}
+        tensors = {f"model/{name}": self.team.part(name, value) for name, value in self.masters.params.items()}
+        tensors |= {f"model/{name}": value for name, value in self.model.named_buffers()}
         names = {param: name for name, param in self.masters.params.items()}
-        tensors |= pack_optimizers(self.optimizers, names)
-        tensors = {name: self.team.join(name, value) for name, value in tensors.items()}
+        for name, value in pack_optimizers(self.optimizers, names).items():
+            tensors[name] = self.team.part(parameter_of(name), value)
         tensors["rng/cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         meta = {"step": self.step, "data": self.data.state_dict()}
-        if not self.team.leads:
-            return self.out / "steps"
         return save_checkpoint(self.out / "steps", self.step, tensors, meta, self.config.keep)
 
     def _claim(self) -> None:
@@ -341,7 +359,7 @@ class Trainer:
         settings = json.loads(json.dumps(self.config.to_dict()))
         path = self.out / "config.json"
         if checkpoints:
-            _compare_settings(settings, _read_settings(path), self.out)
+            _compare_settings(settings, read_settings(path), self.out)
         data = (json.dumps(settings, indent=1) + "\n").encode()
         with naming(path):
             path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
@@ -355,9 +373,8 @@ class Trainer:
             self.load(checkpoints[-1])
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of this run."""
-        tensors, meta = load_checkpoint(path)
-        tensors = {name: self.team.cut(name, value) for name, value in tensors.items()}
+        """Continue from a checkpoint of this run, written by any number of ranks in any layout."""
+        meta, stored = open_checkpoint(path)
         try:
             step, data = int(meta["step"]), dict(meta["data"])
             self.data.load_state_dict(data)
@@ -365,32 +382,19 @@ class Trainer:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as cause:
             raise Error(f"checkpoint {path / 'meta.json'} is malformed: {type(cause).__name__}: {cause}") from cause
-        by_kind: dict[str, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            kind, _, rest = name.partition("/")
-            by_kind.setdefault(kind, {})[rest] = value
-        self.model.load_state_dict(by_kind["model"])
-        with torch.no_grad():
-            for name, value in by_kind.get("master", {}).items():
-                self.masters.params[name].copy_(value)
-        unpack_optimizers(tensors, self.optimizers, self.masters.params)
-        torch.set_rng_state(by_kind["rng"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in by_kind["rng"]:
-            torch.cuda.set_rng_state(by_kind["rng"]["cuda"], self.device)
+        params, buffers = self.masters.params, dict(self.model.named_buffers())
+        wanted = {f"model/{name}": self.team.part(name, value) for name, value in params.items()}
+        wanted |= {f"model/{name}": value for name, value in buffers.items()}
+        states = empty_states(stored, params, self.team.shapes or params)
+        wanted |= {name: self.team.part(parameter_of(name), value) for name, value in states.items()}
+        rng = {name: torch.empty(*stored[name][:1], dtype=torch.uint8) for name in stored if name.startswith("rng/")}
+        read_checkpoint(path, wanted | rng)
+        self.masters.write_back()
+        unpack_optimizers(states, self.optimizers, params)
+        torch.set_rng_state(rng["rng/cpu"])
+        if self.device.type == "cuda" and "rng/cuda" in rng:
+            torch.cuda.set_rng_state(rng["rng/cuda"], self.device)
         self.step = step
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """The config.json of the run that a folder holds."""
-    try:
-        settings = json.loads(path.read_bytes())
-    except OSError as cause:
-        raise Error(f"{path}, of the run to continue, cannot be read: {cause.strerror}") from None
-    except ValueError as cause:
-        raise Error(f"{path}, of the run to continue, is not JSON: {cause}") from None
-    if not isinstance(settings, dict):
-        raise Error(f"{path}, of the run to continue, holds a {type(settings).__name__}; must be an object")
-    return settings
 
 
 def _compare_settings(now: dict[str, Any], before: dict[str, Any], out: Path) -> None:
@@ -416,28 +420,38 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _tokenizer_path(config: TrainConfig) -> str:
+def tokenizer_path(config: TrainConfig) -> str:
     path = config.tokenizer or config.init_from
     if path is None:
         raise Error("tokenizer is not set; name a tokenizer file or folder (init_from would bring its own)")
     return path
 
 
-def _build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
-    dtype: torch.dtype = getattr(torch, config.dtype)
+def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model that a run trains. Raises Error as `ModelConfig.from_pretrained`."""
+    source = config.init_from or config.model
+    shape = ModelConfig.from_pretrained(source)
+    quant = qat_quant(config.qat, shape.quant, source)
     if config.init_from is not None:
-        return load(config.init_from, device, dtype)
-    shape = ModelConfig.from_pretrained(config.model)
-    shape = dataclasses.replace(
+        return dataclasses.replace(shape, quant=quant)
+    return dataclasses.replace(
         shape,
         bos_token_id=shape.bos_token_id if tokenizer.bos_id is None else tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=shape.pad_token_id if tokenizer.pad_id is None else tokenizer.pad_id,
+        quant=quant,
     )
-    model = initialize(Transformer(shape), config.seed)
-    kept = ("conv_CW", "A_log_H", "dt_bias_HK", "o_norm_K")
+
+
+def _build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if config.init_from is not None:
+        model = load(config.init_from, device, dtype)
+        model.set_quant(qat_quant(config.qat, model.config.quant, config.init_from))
+        return model
+    model = initialize(Transformer(shape_of(config, tokenizer)), config.seed)
     for name, param in model.named_parameters():
-        keep = name.endswith(kept) and dtype is not torch.float64
+        keep = name.endswith(KEPT) and dtype is not torch.float64
         param.data = param.data.to(device, torch.float32 if keep else dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -445,4 +459,4 @@ def _build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device
     return model
 
 
-__all__ = ["Result", "Trainer", "train"]
+__all__ = ["Result", "Trainer", "shape_of", "tokenizer_path", "train"]

@@ -151,3 +151,24 @@ def test_qk_clip_scales_logits_to_the_limit() -> None:
     assert after.amax() <= limit + 1e-9
     assert (factor < 1).sum() == 2
     assert torch.equal(v_before, v_after)
+
+
+def test_clip_gradients_takes_an_iterator_and_parts_of_a_parameter() -> None:
+    """Parameters that can be read only once are still scaled, and numbers on several ranks count once."""
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))]
+    params[0].grad, params[1].grad = torch.full((3,), 2.0), torch.full((4,), 1.0)
+    norm = clip_gradients(iter(params), 1.0, copies=iter([1, 4]), add_squares=lambda squares: squares * 4)
+    # 4 ranks: the first parameter is cut over them, the second is on all.
+    assert norm.item() == pytest.approx((4 * 3 * 4 + 4) ** 0.5)
+    assert params[0].grad.tolist() == pytest.approx([2 / norm.item()] * 3)
+
+
+def test_the_norm_of_short_gradients_does_not_depend_on_how_they_are_split() -> None:
+    grad = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norms = []
+    for pieces in (1, 2, 64):
+        params = [nn.Parameter(torch.zeros(4096 // pieces, dtype=torch.bfloat16)) for _ in range(pieces)]
+        for param, piece in zip(params, grad.chunk(pieces), strict=True):
+            param.grad = piece.clone()
+        norms.append(clip_gradients(params, 1e9).item())
+    assert norms == pytest.approx([grad.double().norm().item()] * 3, rel=1e-6)
