@@ -16,8 +16,8 @@ from perilune.model import Transformer, initialize, save
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-# Read a line from a person, or take minutes; their own tests run them.
-NOT_RUN = ("quickstart", "chat", "train")
+# Read a line from a person, need a server or a run's files, or take minutes; their own tests run them.
+NOT_RUN = ("quickstart", "chat", "train", "serve", "bench-serve", "plan", "export", "sandbox")
 
 
 def blocks(page: Path, language: str) -> list[str]:

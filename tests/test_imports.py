@@ -41,7 +41,7 @@ def test_help_needs_nothing_but_python() -> None:
     assert "usage: perilune COMMAND" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["quickstart", "generate", "chat", "info", "env"])
+@pytest.mark.parametrize("command", ["quickstart", "generate", "chat", "serve", "info", "env"])
 def test_the_help_of_a_command_does_not_import_torch(command: str) -> None:
     code = f"""
 from perilune.cli import main

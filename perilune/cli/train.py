@@ -13,7 +13,7 @@ examples:
   perilune train run.toml
   perilune train run.toml --steps 200 --optim.lr 1e-3 --out runs/second
   perilune train run.toml --init-from runs/quickstart/checkpoint
-  perilune train run.toml --memory.plan k3 --memory-report      (what one step keeps, without training)
+  perilune train run.toml --memory.plan k3 --memory-report  # what one step keeps; trains nothing
   torchrun --nproc-per-node 2 --no-python perilune train run.toml
 
 All keys, with their defaults:

@@ -142,6 +142,15 @@ def test_an_error_is_one_line(
     assert one_line(capsys) == said
 
 
+@pytest.mark.parametrize(("command", "extra"), [("train", "serve"), ("serve", "serve"), ("sandbox", "sandbox")])
+def test_a_package_of_two_extras_is_named_by_the_command(
+    command: str, extra: str, raising: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(ModuleNotFoundError("No module named 'fastapi'", name="fastapi"))
+    assert main([command]) == 2
+    assert f"`pip install 'perilune[{extra}]'`" in one_line(capsys)
+
+
 def test_debug_shows_the_traceback(
     raising: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

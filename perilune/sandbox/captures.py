@@ -1,0 +1,163 @@
+"""Checkpoints and forks of sandboxes: what a manager does with a guest that runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from perilune.sandbox.driver import Capture
+from perilune.sandbox.errors import Recoverable, SandboxError, Terminal
+from perilune.sandbox.machines import Running
+from perilune.sandbox.options import network_of
+from perilune.sandbox.snapshot import Snapshot
+from perilune.sandbox.states import Request, State
+from perilune.sandbox.store import Record
+
+if TYPE_CHECKING:
+    from perilune.sandbox.manager import Manager
+
+# Frozen disk layers of one machine; then it goes on as a new process, which starts with few.
+RECYCLE = 64
+
+
+async def checkpoint(manager: Manager, box: str, label: str | None = None, barrier: str | None = None) -> Snapshot:
+    """Save the sandbox while it runs on. Without any use since the last snapshot that one is returned."""
+
+    async def work(record: Record) -> Snapshot:
+        running = manager.machines.running[box]
+        touched = running.touched
+        if touched == running.captured and await manager.driver.idle(running.handle):
+            return await _named(manager, record, running.snapshot, State.RUNNING, label, barrier)
+        with manager.layers.staged(f"checkpoint-{box}") as staging:
+            capture = await manager.driver.checkpoint(running.handle, staging)
+            manager.transitions.emit("captured", box, time.perf_counter() - capture.pause_s, bytes=capture.dirty_bytes)
+            after = State.RUNNING if len(capture.disks) < RECYCLE else State.SNAPSHOTTING
+            with _recoverable():
+                snapshot = await manager.machines.commit(
+                    record, running, capture, staging, after, label=label, barrier=barrier
+                )
+        running.captured = touched
+        if running.taken >= RECYCLE:
+            await _recycle(manager, record, running)
+        return snapshot
+
+    record = manager.store.get(box)
+    if record.state is State.PAUSED:
+        paused = manager.store.snapshot(str(record.snapshot))
+        return await _named(manager, record, paused, State.PAUSED, label, barrier)
+
+    def standing() -> Snapshot:
+        return manager.store.snapshot(str(manager.store.get(box).snapshot))
+
+    return await manager.transitions.ask(box, Request.CHECKPOINT, work, standing)
+
+
+async def _recycle(manager: Manager, record: Record, running: Running) -> None:
+    """Let a machine go on as a new process: the old one has a layer more for every capture of a written disk."""
+    box = record.id
+    with manager.layers.staged(f"recycle-{box}") as staging:
+
+        async def commit(capture: Capture) -> None:
+            await manager.machines.commit(record, running, capture, staging, State.SNAPSHOTTING, keep=False)
+
+        await manager.driver.pause(running.handle, staging, commit)
+    snapshot, machine = running.snapshot, running.machine
+    try:
+        again = await manager.machines.start(box, snapshot, machine, network_of(record), continues=True)
+    except SandboxError as error:
+        raise Terminal(f"box {box!r} stood at snapshot {snapshot.id} and could not go on: {error}") from error
+    manager.watch(again)
+    manager.store.move(manager.store.get(box), State.RUNNING)
+
+
+async def _named(
+    manager: Manager, record: Record, snapshot: Snapshot, after: State, label: str | None, barrier: str | None
+) -> Snapshot:
+    listed = snapshot.id in {known.id for known in manager.store.snapshots()}
+    if listed and (label, barrier) in ((None, None), (snapshot.label, snapshot.barrier)):
+        if record.state is not after:
+            manager.store.move(manager.store.get(record.id), after)
+        return snapshot
+    return await manager.machines.relabel(record, snapshot, after, label, barrier)
+
+
+async def fork(
+    manager: Manager, box: str, count: int, label: str | None = None, barrier: str | None = None
+) -> list[Record | SandboxError]:
+    """Copies of a running or paused sandbox, from one instant; for each that could not be made, why."""
+
+    async def work(record: Record) -> list[Record | SandboxError]:
+        running = manager.machines.running.get(box)
+        before = State.PAUSED if running is None else State.RUNNING
+        if running is None:
+            snapshot = manager.store.snapshot(str(record.snapshot))
+            if label or barrier:
+                snapshot = await manager.machines.relabel(record, snapshot, State.FORKING, label, barrier)
+        else:
+            with manager.layers.staged(f"fork-{box}") as staging:
+                capture = await manager.driver.checkpoint(running.handle, staging)
+                with _recoverable():
+                    snapshot = await manager.machines.commit(
+                        *(record, running, capture, staging, State.FORKING),
+                        keep=bool(label or barrier),
+                        label=label,
+                        barrier=barrier,
+                    )
+        results = await _children(manager, record, snapshot, count)
+        manager.store.move(manager.store.get(box), before)
+        return results
+
+    none: list[Record | SandboxError] = []
+    return await manager.transitions.ask(box, Request.FORK, work, lambda: none)
+
+
+async def _children(manager: Manager, parent: Record, snapshot: Snapshot, count: int) -> list[Record | SandboxError]:
+    machine = manager.machines.machine(parent.spec)
+    results: list[Record | SandboxError] = []
+    records = []
+    for _ in range(count):
+        child = secrets.token_hex(8)
+        try:
+            manager.admission.admit(child, machine.memory_mib)
+        except SandboxError as error:
+            results.append(error)
+            continue
+        timeout_s = parent.spec.get("timeout_s")
+        expires = None if timeout_s is None else time.time() + timeout_s
+        metadata = {**parent.metadata, "parent": parent.id}
+        records.append(
+            manager.store.insert(child, parent.template, parent.spec, metadata, parent.owner, expires, snapshot.id)
+        )
+    if not records:
+        return results
+    boxes = [record.id for record in records]
+    started: Sequence[Running | SandboxError]
+    try:
+        started = await manager.machines.start_many(boxes, snapshot, machine, network_of(parent))
+    except BaseException as error:
+        for child in boxes:
+            await manager.end(child, f"fork failed: {error}")
+        raise
+    for child, result in zip(boxes, started, strict=True):
+        if isinstance(result, SandboxError):
+            await manager.end(child, str(result))
+            results.append(result)
+        else:
+            results.append(manager.store.move(manager.store.get(child), State.RUNNING))
+            manager.watch(result)
+    return results
+
+
+@contextlib.contextmanager
+def _recoverable() -> Iterator[None]:
+    """A capture that was taken of a guest that runs on, and cannot be stored."""
+    try:
+        yield
+    except Exception as error:
+        raise Recoverable(f"the capture could not be stored, the guest runs on: {error}") from error
+
+
+__all__ = ["checkpoint", "fork"]

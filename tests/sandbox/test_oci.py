@@ -1,0 +1,129 @@
+"""Templates of images in the three forms, with layers that add, replace and remove; and images that lie."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from perilune.sandbox import Assets, Manager, Sandbox
+from perilune.sandbox.oci import from_image, layers, unpack
+from perilune.sandbox.packages import find
+from perilune.sandbox.qemu import QemuDriver
+from tests.sandbox.worlds import run
+
+
+def layer(**files: bytes | str) -> bytes:
+    """A tar file: bytes are files, text is where a link points to; `__` stands for a slash."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name.replace("__", "/"))
+            info.mode = 0o755
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+                archive.addfile(info)
+            else:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def blob(place: Path, data: bytes) -> str:
+    digest = hashlib.sha256(data).hexdigest()
+    folder = place / "blobs" / "sha256"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / digest).write_bytes(data)
+    return f"sha256:{digest}"
+
+
+def layout(place: Path, *parts: bytes) -> Path:
+    """An OCI layout, its manifest behind a second index as buildx writes it."""
+    place.mkdir()
+    manifest = {"layers": [{"digest": blob(place, gzip.compress(part))} for part in parts]}
+    platform = {"os": "linux", "architecture": "amd64"}
+    inner = {"manifests": [{"digest": blob(place, json.dumps(manifest).encode()), "platform": platform}]}
+    outer = {"manifests": [{"digest": blob(place, json.dumps(inner).encode())}]}
+    (place / "index.json").write_text(json.dumps(outer))
+    return place
+
+
+def test_layers_add_replace_and_remove(tmp_path: Path) -> None:
+    """Whiteouts of files and of whole folders; a link that is replaced is not followed."""
+    root = tmp_path / "root"
+    root.mkdir()
+    first = {"etc__a": b"1", "etc__b": b"1", "opt__x": b"1", "opt__y": b"1", "link": "/etc/a"}
+    unpack(layer(**first), root)
+    unpack(
+        layer(**{"etc__a": b"2", "etc__.wh.b": b"", "opt__.wh..wh..opq": b"", "opt__z": b"2", "link": b"file"}), root
+    )
+    found = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    assert found == {"etc/a": b"2", "opt/z": b"2", "link": b"file"}
+
+
+@pytest.mark.parametrize("bad", [{"..__evil": b"x"}, {"d": "/tmp", "d__evil": b"x"}, {"d": "..", "d__.wh.other": b""}])
+def test_layers_that_lead_out_are_refused(tmp_path: Path, bad: dict[str, bytes | str]) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "other").write_text("kept")
+    with pytest.raises(ValueError, match="layer"):
+        unpack(layer(**bad), root)
+    assert (tmp_path / "other").exists()
+    assert not (tmp_path / "evil").exists()
+    assert not Path("/tmp/evil").exists()
+
+
+def test_blobs_are_checked(tmp_path: Path) -> None:
+    image = layout(tmp_path / "image", layer(a=b"1"))
+    for path in (image / "blobs" / "sha256").iterdir():
+        if path.read_bytes().startswith(b"\x1f\x8b"):
+            path.write_bytes(gzip.compress(layer(a=b"2")))
+    with pytest.raises(ValueError, match="does not match its digest"):
+        list(layers(image))
+    with pytest.raises(ValueError, match="no image"):
+        list(layers(tmp_path))
+
+
+def test_an_image_becomes_a_template(qemu_root: Assets, place: Path) -> None:
+    """A layout, and archives of both kinds, boot and show their files."""
+    busybox = find("busybox")
+    assert busybox is not None
+    base = layer(**{"bin__busybox": Path(busybox).read_bytes(), "bin__sh": "/bin/busybox", "bin__cat": "/bin/busybox"})
+    top = layer(etc__who=b"image\n")
+    image = layout(place / "image", base, top)
+    archive = place / "image.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(image, arcname=".")
+    docker = place / "docker"
+    docker.mkdir()
+    (docker / "one.tar").write_bytes(base)
+    (docker / "two.tar").write_bytes(top)
+    (docker / "manifest.json").write_text(json.dumps([{"Config": "c.json", "Layers": ["one.tar", "two.tar"]}]))
+    with tarfile.open(place / "docker.tar", "w") as file:
+        file.add(docker, arcname=".")
+    templates = qemu_root.root / "templates"
+    shared = templates.resolve()
+    templates.unlink()
+    shutil.copytree(shared, templates)
+    least = qemu_root.kernel().least_memory_mib
+    names = {"layout": image, "archive": archive, "docker": place / "docker.tar"}
+    for name, path in names.items():
+        from_image(qemu_root, name, path, memory_mib=max(least, 128))
+
+    async def test() -> None:
+        manager = await Manager.open(qemu_root, QemuDriver(qemu_root.confine))
+        try:
+            async with Sandbox.create("docker", manager=manager) as box:
+                assert (await box.exec("cat /etc/who")).text == "image\n"
+        finally:
+            await manager.close()
+
+    run(test())
+    digests = {name: qemu_root.template(name).digest for name in names}
+    assert len(digests) == 3
