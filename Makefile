@@ -40,8 +40,9 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
-# The CPU build of torch has no triton; the tests run kernels in its interpreter.
+# The CPU build of torch has no triton; the tests run kernels in the interpreter of 3.6.0. xgrammar would bring any.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt torch
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || $(PIP) install --quiet 'triton==3.6.0'
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet 'triton==3.6.0'
 	@touch $@ $(VENV)/.demo

@@ -126,7 +126,7 @@ def check_tool_choice(tool_choice: Any, declared: frozenset[str]) -> None:
         raise Error(f"tool_choice.type is {tool_choice.get('type')!r}; allowed: 'function'")
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if name not in declared:
+    if not isinstance(name, str) or name not in declared:
         raise Error(f"tool_choice.function.name is {name!r}; declared tools: {', '.join(sorted(declared)) or 'none'}")
 
 

@@ -38,7 +38,8 @@ def export(run: str | Path, out: str | Path, step: int | None = None) -> Path:
     found = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(run / "steps")}
     if not found or (step is not None and step not in found):
         has = ", ".join(map(str, found)) or "none"
-        raise Error(f"export: {run} has no checkpoint of step {'any' if step is None else step}; there are: {has}")
+        wanted = "" if step is None else f" of step {step}"
+        raise Error(f"export: {run} has no checkpoint{wanted}; there are: {has}")
     config = from_dict(read_settings(run / "config.json"))
     tokenizer = Tokenizer.load(tokenizer_path(config))
     source = _Source(found[max(found) if step is None else step], getattr(torch, config.dtype))

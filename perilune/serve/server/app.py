@@ -19,7 +19,7 @@ import perilune
 from perilune.errors import Error
 from perilune.serve.server import basics
 from perilune.serve.server.anthropic import count_tokens, messages
-from perilune.serve.server.backend import Source, picture, start
+from perilune.serve.server.backend import Source, picture, shared, start
 from perilune.serve.server.chat import chat_completions, render_chat
 from perilune.serve.server.completions import completions
 from perilune.serve.server.config import ServerConfig
@@ -72,7 +72,7 @@ def build_app(config: ServerConfig, llm: Source) -> FastAPI:
         tenant = context.tenants.who(request)
         if context.draining:
             raise ApiError(503, "the server is shutting down")
-        return await picture(context.llm, tenant)
+        return await shared(context.under_way, f"picture of {tenant.name}", lambda: picture(context.llm, tenant))
 
     app.include_router(routes(seen))
     app.add_exception_handler(ApiError, _refused)

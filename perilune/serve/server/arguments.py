@@ -24,7 +24,7 @@ Format = dict[str, Any]
 TYPES = ("string", "number", "boolean", "null", "object", "array")
 # Text in which no marker can be read.
 PLAIN: Format = {"type": "any_text", "excludes": [*RESERVED, *SPELLED]}
-_LARGEST = 4_000_000  # characters of all schemas of a call that are given to xgrammar: each has all that is referred to
+_LARGEST = 2_000_000  # characters of all schemas of a call that are given to xgrammar: each has all that is referred to
 _LONGEST = 4096  # characters that a length is counted up to
 _KEYWORDS = {
     "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties"),
@@ -145,7 +145,7 @@ class _Root:
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
             raise Error(f"schema cannot be followed: {type(schema).__name__} where a schema must be")
-        checked(schema)
+        schema = checked(schema)
         rest = {key: value for key, value in schema.items() if key not in ("$ref", "anyOf", "oneOf", "allOf")}
         if "$ref" in schema:
             yield from self.split({**target(self.schema, schema["$ref"]), **rest}, depth + 1)

@@ -7,7 +7,7 @@ behind (`_HERE`) stays in that process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,18 @@ async def ask(engine: Engine, function: Callable[[LLM], T]) -> list[T]:
     return await engine.call(function)
 
 
+async def shared(under_way: dict[str, asyncio.Future[Any]], name: str, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`, which all who ask for `name` before it is there wait for together.
+
+    However many ask, the engine is held up once between two steps.
+    """
+    if name not in under_way:
+        under_way[name] = asyncio.ensure_future(work())
+        under_way[name].add_done_callback(lambda _: under_way.pop(name))
+    result: T = await asyncio.shield(under_way[name])
+    return result
+
+
 async def picture(engine: Engine, tenant: Tenant) -> dict[str, Any]:
     """The cache as a tenant may see it; of several engines that of the first."""
     return (await ask(engine, partial(_picture, tenant=tenant)))[0]
@@ -84,4 +96,4 @@ def _capacity(llm: LLM) -> int:
     return as_long if as_long >= config.long_tokens else min(usable * config.page_tokens, config.long_tokens - 1)
 
 
-__all__ = ["Engine", "Served", "Source", "ask", "describe", "picture", "start"]
+__all__ = ["Engine", "Served", "Source", "ask", "describe", "picture", "shared", "start"]

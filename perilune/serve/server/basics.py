@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 import perilune
 from perilune.errors import Error
-from perilune.serve.server.backend import ask
+from perilune.serve.server.backend import ask, shared
 from perilune.serve.server.context import Context
 from perilune.serve.server.errors import ApiError
 from perilune.serve.server.exchange import read_body
@@ -71,7 +71,7 @@ async def health(request: Request) -> Response:
     context: Context = request.app.state.context
     if context.draining:
         raise ApiError(503, "the server is shutting down")
-    await ask(context.llm, alive)
+    await shared(context.under_way, "health", lambda: ask(context.llm, alive))
     return Json({"status": "ok"})
 
 
@@ -83,7 +83,7 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     context: Context = request.app.state.context
-    facts = await ask(context.llm, look)
+    facts = await shared(context.under_way, "metrics", lambda: ask(context.llm, look))
     return Response(context.metrics.text(total(facts)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -37,7 +37,7 @@ class ServerConfig:
     default_thinking_effort: str | None = None
     request_policy: str | None = None
     priorities: bool = False
-    max_body_bytes: int = 32_000_000
+    max_body_bytes: int = 8_000_000
     max_n: int = 16
     max_stops: int = 16
     max_schema_bytes: int = 1_000_000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from perilune.chat import Tokenizer
 from perilune.errors import Error
@@ -18,7 +20,7 @@ from perilune.serve.server.tenants import Tenants
 class Context:
     """One server. longest: most tokens of prompt and answer together. vocabulary: of the model.
 
-    started: the engines, from the start of the application on.
+    started: the engines, from the start of the application on. under_way: what they are asked for (`shared`).
     """
 
     config: ServerConfig
@@ -32,7 +34,8 @@ class Context:
     tenants: Tenants
     draining: bool = False
     created: int = 0
-    started: Engine | None = field(default=None)
+    started: Engine | None = None
+    under_way: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
 
     @property
     def llm(self) -> Engine:

@@ -21,6 +21,7 @@ from perilune.serve.server.marks import K2, K3, RESERVED
 _LONGEST = 1024  # tokens that the shortest way through a grammar is followed for
 _KEPT = 1024  # grammars whose shortest way is remembered
 _CACHE = 256 << 20  # bytes of compiled grammars
+_AT_ONCE = 4  # grammars that are compiled at once: a large one takes seconds, and others need not wait for it
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Grammars:
         info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, vocab_size=vocabulary, stop_token_ids=self.ends)
         self._reserves: dict[bytes, int] = {}
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)
-        self._pool = ThreadPoolExecutor(1, "perilune-grammar")
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "perilune-grammar")
         self.vocabulary = vocabulary
         closes = [tokenizer.specials[name] for name in _CLOSES if name in tokenizer.specials]
         brackets = [id for id, word in enumerate(words) if word and set(word) <= set(b"}]")]

@@ -45,7 +45,7 @@ def without_marks(pattern: str) -> str:
             return rf"[^\n{RESERVED}]"
         if part.startswith("[^"):
             return f"[^{RESERVED}{part[2:]}"
-        if part.startswith("["):
+        if part.startswith("[") and len(part) > 1:
             return _class(part)
         if part in _OTHERS:
             return f"[{_OTHERS[part]}]"

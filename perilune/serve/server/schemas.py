@@ -19,11 +19,12 @@ _SHAPES: tuple[tuple[str, type, str], ...] = (
     *((key, Mapping, "an object") for key in ("properties", "patternProperties")),
     *((key, int, "a whole number") for key in ("minLength", "maxLength", "minItems", "maxItems")),
 )
+_KEYWORDS = frozenset(key for key, _, _ in _SHAPES)
 _REPEATED = re.compile(r"\^(\[[^\[\]]+\])([*+])\$")
 
 
-def checked(schema: Schema) -> Schema:
-    """The schema itself. Raises Error for a keyword whose value is of another kind than the grammar needs."""
+def checked(schema: Schema) -> dict[str, Any]:
+    """The schema without keywords that are null. Raises Error for a value of another kind than its keyword has."""
     for key, kind, text in _SHAPES:
         value = schema.get(key)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
@@ -31,7 +32,7 @@ def checked(schema: Schema) -> Schema:
     if len(schema.get("properties") or ()) > MOST_PROPERTIES:
         count = len(schema["properties"])
         raise Error(f"schema cannot be followed: it has {count} properties; allowed: up to {MOST_PROPERTIES}")
-    return schema
+    return {key: value for key, value in schema.items() if value is not None or key not in _KEYWORDS}
 
 
 def check_size(schemas: Any) -> None:
@@ -83,7 +84,8 @@ def merged(root: Schema, schema: Schema, left: Iterator[int], depth: int = 0) ->
     look(left)
     if depth > DEEPEST:
         raise Error(f"schema cannot be followed: allOf is nested deeper than {DEEPEST}")
-    parts = checked(schema).get("allOf") or []
+    schema = checked(schema)
+    parts = schema.get("allOf") or []
     out = {key: value for key, value in schema.items() if key != "allOf"}
     for part in parts:
         for _ in range(DEEPEST):

@@ -83,7 +83,7 @@ def body_format(response_format: Mapping[str, Any] | None, structured: Any) -> F
 
 
 def _structured(value: Any) -> Format:
-    if not isinstance(value, Mapping) or len(value) != 1:
+    if not isinstance(value, Mapping) or len(value) != 1 or not set(value) <= {"json", "regex", "choice", "grammar"}:
         raise Error(
             f"structured_outputs is {str(value)[:60]}; must be an object with one of json, regex, choice, grammar"
         )

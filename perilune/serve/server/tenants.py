@@ -61,8 +61,10 @@ class Tenants:
 
     @contextmanager
     def running_for(self, tenant: Tenant, requests: int) -> Iterator[None]:
-        """Count requests as on their way. Raises ApiError, 429, where they are too many."""
+        """Count requests as on their way. Raises ApiError: 429 where they are too many now, 400 where always."""
         config = self.config
+        if requests > (most := min(config.max_running, config.max_running_per_key)):
+            raise ApiError(400, f"n and the number of prompts ask for {requests} answers; allowed: up to {most}", "n")
         if self._running[tenant.name] + requests > config.max_running_per_key:
             raise _busy(
                 f"{self._running[tenant.name]} requests of this key are on their way", config.max_running_per_key

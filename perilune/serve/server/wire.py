@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
@@ -54,9 +55,24 @@ async def read(request: Request, model: type[Body], limit: int, seconds: float) 
     except ClientDisconnect:
         raise ApiError(400, "the client went while it sent the body", "body") from None
     try:
-        return model.model_validate_json(bytes(data), strict=True), len(data)
+        return parsed(model, bytes(data)), len(data)
     except ValidationError as problem:
         raise _wrong(problem) from None
+
+
+def parsed(model: type[Body], data: bytes) -> Body:
+    """The checked object of a JSON text. Raises ValidationError.
+
+    The garbage collector would walk what is made so far again and again: 5 s instead of 0.5 for 8 MB of empty lists, in
+    which nobody else is served.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return model.model_validate_json(data, strict=True)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _wrong(problem: ValidationError) -> ApiError:
@@ -135,4 +151,4 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 
-__all__ = ["DONE", "EventStream", "Json", "event", "read", "until_gone"]
+__all__ = ["DONE", "EventStream", "Json", "event", "parsed", "read", "until_gone"]

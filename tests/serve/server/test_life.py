@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +24,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving import chat_model, serving, tiny_llm, tiny_tokenizer
 
+from perilune import Error
 from perilune.model import save
 from perilune.serve.server import ServerConfig, build_app, tracing
+from perilune.serve.server.backend import shared
 from perilune.serve.server.logs import Lines
-from perilune.serve.server.run import running
+from perilune.serve.server.run import _listening, running
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 8000, "ignore_eos": True}
@@ -174,10 +178,45 @@ def test_a_request_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     assert span.attributes["gen_ai.usage.output_tokens"] == 3
 
 
+def test_who_asks_meanwhile_waits_for_the_same_look() -> None:
+    """Also where the first who asked goes, and where it fails; afterwards there is a look of its own."""
+    looks = 0
+
+    async def look() -> int:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0.02)
+        if looks == 2:
+            raise Error("look failed")
+        return looks
+
+    async def ask() -> None:
+        under_way: dict[str, asyncio.Future[Any]] = {}
+        first = asyncio.create_task(shared(under_way, "a", look))
+        await asyncio.sleep(0.001)
+        others = [shared(under_way, "a", look) for _ in range(50)]
+        first.cancel()
+        assert await asyncio.gather(*others) == [1] * 50
+        failed = await asyncio.gather(*(shared(under_way, "a", look) for _ in range(3)), return_exceptions=True)
+        assert [str(each) for each in failed] == ["look failed"] * 3
+        assert not under_way
+        assert await shared(under_way, "a", look) == 3
+
+    asyncio.run(ask())
+
+
+def test_small_pieces_are_sent_at_once() -> None:
+    """A connection that waits for acknowledgements holds every token of a stream back, by up to 40 ms."""
+    with _listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new() -> None:
     """Within `drain_seconds` an answer is whole, past it the client is told."""
     for tokens, whole in ((300, True), (20_000, False)):
-        app = build_app(ServerConfig(drain_seconds=5.0 if whole else 0.5), tiny_llm())
+        app = build_app(ServerConfig(drain_seconds=20.0 if whole else 0.5), tiny_llm())
         got: list[str] = []
         begun = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -12,9 +13,11 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from serving import serving
 
-from perilune.serve.server import ServerConfig
+from perilune.serve.server import ServerConfig, wire
+from perilune.serve.server.schema import Chat
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "q"}
@@ -87,6 +90,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"response_format": {"type": "structural_tag", "format": {"type": "nothing"}}}, "response_format"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
+    ({"structured_outputs": {"$ref": "#"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "response_format": SCHEMA}, "structured_outputs"),
     ({"response_format": SCHEMA, "min_tokens": 2}, "min_tokens"),
@@ -224,6 +228,22 @@ def test_a_schema_that_nothing_satisfies_is_refused_not_failed(client: httpx.Cli
         fields = {"tools": [tool(parameters=parameters)], "tool_choice": "required", "max_tokens": 50}
         response = client.post(CHAT, json={"messages": [USER], **fields})
         assert response.status_code in (200, 400), response.text
+
+
+def test_a_body_of_many_parts_is_read_without_collecting_garbage() -> None:
+    """Which would walk all parts again and again, while nobody else is served."""
+    phases: list[str] = []
+    gc.callbacks.append(lambda phase, info: phases.append(phase))
+    try:
+        gc.collect()
+        phases.clear()
+        wire.parsed(Chat, b'{"messages": [' + b"[]," * 300_000 + b"[]]}")
+        assert phases.count("stop") <= 1  # the one that was due, afterwards
+        with pytest.raises(ValidationError):
+            wire.parsed(Chat, b"{")
+    finally:
+        gc.callbacks.pop()
+    assert gc.isenabled()
 
 
 def test_bytes_that_are_no_http_harm_nobody(keyed: str) -> None:

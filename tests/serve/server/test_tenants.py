@@ -88,6 +88,13 @@ def test_a_body_that_is_too_large(keyed: str) -> None:
     assert (response.status_code, response.json()["error"]["type"]) == (413, "request_too_large")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_answers_than_can_ever_run_are_no_reason_to_try_again(keyed: str, stream: bool) -> None:
+    fields = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "stream": stream}
+    response = httpx.post(f"{keyed}/v1/completions", json=fields, headers=headers(KEYS[0]))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+
+
 def test_too_many_requests_of_one_key(keyed: str) -> None:
     """Three run, the fourth is refused, and another key is not concerned."""
     running = threading.Barrier(4, timeout=30)
