@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import termios
@@ -56,7 +55,8 @@ def _feed(client: Client, path: str) -> None:
 
 
 def _size() -> dict[str, int]:
-    size = shutil.get_terminal_size()
+    # Not shutil's, which believes COLUMNS and LINES of an environment that may be another terminal's.
+    size = os.get_terminal_size(sys.stdin.fileno())
     return {"rows": size.lines, "cols": size.columns}
 
 
@@ -85,6 +85,8 @@ def _resized(client: Client, path: str, terminal: bool) -> Iterator[None]:
 
     before = signal.signal(signal.SIGWINCH, changed)
     try:
+        # It may have changed since the program was asked for, when nobody listened.
+        changed(signal.SIGWINCH, None)
         yield
     finally:
         signal.signal(signal.SIGWINCH, before)

@@ -17,7 +17,7 @@ from perilune.sandbox import captures
 from perilune.sandbox.admission import Admission
 from perilune.sandbox.assets import Assets
 from perilune.sandbox.driver import Capture, Command, Driver, Gate, Network, Process, Result, Stats, Step, open_gate
-from perilune.sandbox.errors import Conflict, NotFound, Recoverable, SandboxError
+from perilune.sandbox.errors import Conflict, Exhausted, NotFound, Recoverable, SandboxError
 from perilune.sandbox.keeper import keep
 from perilune.sandbox.layers import Layers
 from perilune.sandbox.machines import Machines, Running
@@ -113,7 +113,7 @@ class Manager:
         """A new sandbox that runs and answers; from a snapshot, or from its template's golden one."""
         started = time.perf_counter()
         if self.store.count() >= self.limits.boxes:
-            raise SandboxError(f"{self.limits.boxes} sandboxes exist already; kill some, or raise limits.boxes")
+            raise Exhausted(f"{self.limits.boxes} sandboxes exist already; kill some, or raise limits.boxes")
         spec, snapshot = await self._plan(options)
         machine = self.machines.machine(spec)
         pooled = None if options.snapshot or options.network != Network() else self.pool.take(snapshot.id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from memory_models import CPU, World
-from test_manager import LOSSLESS, LOSSY
+from test_memory_manager import LOSSLESS, LOSSY
 
 from perilune import Error
 from perilune.memory import Memory, MemoryStore, Plan

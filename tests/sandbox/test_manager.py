@@ -570,3 +570,15 @@ def test_churn(fake_root: Assets, gates: Gates) -> None:
             assert time.monotonic() - started < 40
 
     run(test())
+
+
+def test_too_many_boxes_are_a_limit_not_a_fault(fake_root: Assets, gates: Gates) -> None:
+    async def test() -> None:
+        async with opened(fake_root, gates, boxes=1) as manager:
+            box = (await manager.create(Options())).id
+            with pytest.raises(Exhausted, match="1 sandboxes exist already"):
+                await manager.create(Options())
+            await manager.kill(box)
+            await manager.create(Options())
+
+    run(test())
