@@ -57,7 +57,7 @@ def _feed(client: Client, path: str) -> None:
 def _size() -> dict[str, int]:
     # Not shutil's, which believes COLUMNS and LINES of an environment that may be another terminal's.
     size = os.get_terminal_size(sys.stdin.fileno())
-    return {"rows": size.lines, "cols": size.columns}
+    return {"rows": size.lines or 24, "cols": size.columns or 80}
 
 
 @contextlib.contextmanager
