@@ -23,13 +23,18 @@ from typing import Any
 from perilune.sandbox.assets import Assets, Template
 from perilune.sandbox.packages import require
 from perilune.sandbox.rootfs import PYTHON_MIB, pack
+from perilune.sandbox.untar import require_filters
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 def from_image(assets: Assets, name: str, image: Path, memory_mib: int = PYTHON_MIB) -> Template:
-    """Make a template of an image; raises `ValueError` if it is none, or if a layer leaves its root."""
+    """Make a template of an image; raises `ValueError` if it is none, or if a layer leaves its root.
+
+    Raises `Unavailable` before Python 3.11.4, as `unpack` does.
+    """
+    require_filters()
     with contextlib.ExitStack() as stack:
         files = image
         if not image.is_dir():
@@ -89,6 +94,7 @@ def _blob(image: Path, digest: str) -> bytes:
 
 def unpack(layer: bytes, root: Path) -> None:
     """Lay one layer over a root: its files, and what it removes."""
+    require_filters()
     if layer.startswith(_GZIP):
         layer = gzip.decompress(layer)
     elif layer.startswith(_ZSTD):

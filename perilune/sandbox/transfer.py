@@ -13,6 +13,7 @@ from pathlib import Path
 from perilune.sandbox.driver import Command
 from perilune.sandbox.errors import GuestError
 from perilune.sandbox.manager import READ_LIMIT, Manager
+from perilune.sandbox.untar import require_filters
 
 _TAR_S = 300.0
 
@@ -59,6 +60,7 @@ def _pack(local: Path) -> bytes:
 
 
 def _unpack(data: bytes, local: Path) -> None:
+    require_filters()
     local.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         total = sum(member.size for member in archive.getmembers())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import tarfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_what_a_program_sees(qemu_root: Assets, tmp_path: Path) -> None:
             (folder / "sub").mkdir(parents=True)
             (folder / "sub" / "file").write_bytes(os.urandom(1000))
             await box.upload(folder, "/root/folder")
+            if not hasattr(tarfile, "data_filter"):  # Python before 3.11.4 downloads no folders: test_oci.py
+                return
             await box.download("/root/folder", tmp_path / "back")
             assert (tmp_path / "back" / "sub" / "file").read_bytes() == (folder / "sub" / "file").read_bytes()
             await box.exec("mkdir /root/evil; ln -s /etc /root/evil/link")

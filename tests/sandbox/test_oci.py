@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from perilune.sandbox import Assets, Manager, Sandbox
+from perilune.sandbox import Assets, Manager, Sandbox, Unavailable
 from perilune.sandbox.oci import from_image, layers, unpack
 from perilune.sandbox.packages import find
 from perilune.sandbox.qemu import QemuDriver
+from perilune.sandbox.transfer import _unpack
+from perilune.sandbox.untar import require_filters
 from tests.sandbox.worlds import run
+
+needs_filters = pytest.mark.skipif(
+    not hasattr(tarfile, "data_filter"), reason="Python before 3.11.4 cannot unpack archives safely"
+)
 
 
 def layer(**files: bytes | str) -> bytes:
@@ -54,6 +60,7 @@ def layout(place: Path, *parts: bytes) -> Path:
     return place
 
 
+@needs_filters
 def test_layers_add_replace_and_remove(tmp_path: Path) -> None:
     """Whiteouts of files and of whole folders; a link that is replaced is not followed."""
     root = tmp_path / "root"
@@ -67,6 +74,7 @@ def test_layers_add_replace_and_remove(tmp_path: Path) -> None:
     assert found == {"etc/a": b"2", "opt/z": b"2", "link": b"file"}
 
 
+@needs_filters
 @pytest.mark.parametrize("bad", [{"..__evil": b"x"}, {"d": "/tmp", "d__evil": b"x"}, {"d": "..", "d__.wh.other": b""}])
 def test_layers_that_lead_out_are_refused(tmp_path: Path, bad: dict[str, bytes | str]) -> None:
     root = tmp_path / "root"
@@ -90,6 +98,7 @@ def test_blobs_are_checked(tmp_path: Path) -> None:
         list(layers(tmp_path))
 
 
+@needs_filters
 def test_an_image_becomes_a_template(qemu_root: Assets, place: Path) -> None:
     """A layout, and archives of both kinds, boot and show their files."""
     busybox = find("busybox")
@@ -127,3 +136,11 @@ def test_an_image_becomes_a_template(qemu_root: Assets, place: Path) -> None:
     run(test())
     digests = {name: qemu_root.template(name).digest for name in names}
     assert len(digests) == 3
+
+
+def test_without_safe_unpacking_nothing_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    for call in (require_filters, lambda: unpack(b"", tmp_path), lambda: _unpack(b"", tmp_path / "new")):
+        with pytest.raises(Unavailable, match=r"needs Python 3\.11\.4"):
+            call()
+    assert list(tmp_path.iterdir()) == []
