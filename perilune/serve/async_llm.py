@@ -96,14 +96,7 @@ class AsyncLLM:
 
     async def generate(self, prompt: Prompt, params: Params | None = None, **options: Any) -> Answer:
         """The answer of one request, as `stream` gives it with the last delta. Cancelling aborts the request."""
-        deltas = self.stream(prompt, params, **options)
-        try:
-            async for delta in deltas:
-                if delta.answer is not None:
-                    return delta.answer
-        finally:
-            await deltas.aclose()
-        raise AssertionError("a stream ends with an answer")
+        return await last(self.stream(prompt, params, **options))
 
     async def call(self, function: Callable[[LLM], T]) -> T:
         """function(llm) between two steps, in the engine's thread: new weights, pause, holds, counters.
@@ -246,4 +239,15 @@ class AsyncLLM:
             del self._tickets[id]
 
 
-__all__ = ["AsyncLLM", "Delta", "Ticket"]
+async def last(deltas: AsyncGenerator[Delta, None]) -> Answer:
+    """The answer that a stream ends with. Cancelling closes the stream, which aborts its request."""
+    try:
+        async for delta in deltas:
+            if delta.answer is not None:
+                return delta.answer
+    finally:
+        await deltas.aclose()
+    raise AssertionError("a stream ends with an answer")
+
+
+__all__ = ["AsyncLLM", "Delta", "Ticket", "last"]

@@ -25,7 +25,7 @@ from perilune.chat import Tokenizer
 from perilune.errors import Error
 from perilune.serve import processes
 from perilune.serve.answer import Answer
-from perilune.serve.async_llm import Delta, Ticket
+from perilune.serve.async_llm import Delta, Ticket, last
 from perilune.serve.config import EngineConfig
 from perilune.serve.llm import LLM, Prompt, tokenizer_of
 from perilune.serve.request import Params
@@ -119,14 +119,7 @@ class Replicas:
 
     async def generate(self, prompt: Prompt, params: Params | None = None, **options: Any) -> Answer:
         """As `AsyncLLM.generate`."""
-        deltas = self.stream(prompt, params, **options)
-        try:
-            async for delta in deltas:
-                if delta.answer is not None:
-                    return delta.answer
-        finally:
-            await deltas.aclose()
-        raise AssertionError("a stream ends with an answer")
+        return await last(self.stream(prompt, params, **options))
 
     async def call(self, function: Callable[[LLM], Any]) -> list[Any]:
         """function(llm) in every replica that is alive, between two steps; it and its results have to be picklable."""

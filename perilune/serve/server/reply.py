@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -19,17 +19,8 @@ NEVER = -9999.0  # JSON has no minus infinity
 
 
 @dataclass
-class Whole:
+class Whole(Piece):
     """The pieces of one answer put together."""
-
-    text: str = ""
-    events: list[Event] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    prompt_logprobs: list[Logprob] = field(default_factory=list)
-    finished: str | None = None
-    stopped_by: str | int | None = None
-    cached: int = 0
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
