@@ -76,9 +76,8 @@ def few_cuts(text: str, name: str, count: int, seed: int) -> Iterator[list[str]]
     yield from random_cuts(text, count, seed)
 
 
-def check(events: Sequence[object], whole: Reply, name: str = "kimi_k3") -> None:
-    """The events spell `whole`; calls come one after the other; no event is empty, no marker is shown."""
-    assert collect(events) == whole
+def in_order(events: Sequence[object]) -> None:
+    """Calls start once and in order, end at most once, and no event is empty."""
     started, ended = [], []
     for event in events:
         match event:
@@ -97,6 +96,12 @@ def check(events: Sequence[object], whole: Reply, name: str = "kimi_k3") -> None
                 ended.append(index)
             case Content(text) | Reasoning(text):
                 assert text
+
+
+def check(events: Sequence[object], whole: Reply, name: str = "kimi_k3") -> None:
+    """The events spell `whole`; calls come one after the other; no event is empty, no marker is shown."""
+    assert collect(events) == whole
+    in_order(events)
     for shown in (whole.reasoning, whole.content):
         assert not any(mark in shown for mark in MARKS[name])
 

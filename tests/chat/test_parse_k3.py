@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from cuts import in_order
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -13,9 +14,7 @@ from perilune.chat import (
     CallArguments,
     CallEnd,
     CallStart,
-    Content,
     Options,
-    Reasoning,
     Reply,
     Stream,
     ToolCall,
@@ -159,30 +158,9 @@ def test_any_output_in_any_cut_gives_one_reply_without_markers(text, thinking, d
     assert collect(streamed(text, options)) == whole
     for shown in (whole.reasoning, whole.content):
         assert not any(mark in shown for mark in MARKS)
-    check_events(events)
+    in_order(events)
     # Arguments given as JSON text are passed on as they are; all others are an object by construction.
     assert "json" in text or all(isinstance(call.parsed, dict) for call in whole.tool_calls if call.complete)
-
-
-def check_events(events):
-    """Every call starts once, in order, ends at most once, and no event is empty."""
-    started, ended = [], []
-    for event in events:
-        match event:
-            case CallStart(index, _, name):
-                assert name
-                assert index == len(started)
-                started.append(index)
-            case CallArguments(index, text):
-                assert text
-                assert index == started[-1]
-                assert index not in ended
-            case CallEnd(index):
-                assert index == started[-1]
-                assert index not in ended
-                ended.append(index)
-            case Content(text) | Reasoning(text):
-                assert text
 
 
 def test_every_beginning_of_an_output_shows_a_beginning_of_its_texts():
