@@ -161,6 +161,10 @@ def url():
 PAGE = files("perilune.serve.ui")
 
 
+def text_of(name):
+    return PAGE.joinpath(name).read_text()
+
+
 def test_the_page_brings_everything_itself(url):
     with httpx2.Client(base_url=url, follow_redirects=True) as client:
         answer = client.get("/ui")
@@ -169,15 +173,19 @@ def test_the_page_brings_everything_itself(url):
         html = answer.text
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
-        for name, kind in (("app.css", "text/css"), ("app.js", "text/javascript"), ("icon.svg", "image/svg+xml")):
-            assert f'"{name}"' in html
+        scripts = {path.name for path in PAGE.iterdir() if path.name.endswith(".js")}
+        imported = {name for script in scripts for name in re.findall(r' from "\./(\w+\.js)"', text_of(script))}
+        assert scripts == imported | {"app.js"}
+        assert all(f'"{name}"' in html for name in ("app.css", "app.js", "icon.svg"))
+        kinds = {"app.css": "text/css", "icon.svg": "image/svg+xml"} | dict.fromkeys(scripts, "text/javascript")
+        for name, kind in kinds.items():
             part = client.get(f"/ui/{name}")
             assert part.headers["content-type"].startswith(kind)
             assert part.content == PAGE.joinpath(name).read_bytes()
             assert part.headers["x-content-type-options"] == "nosniff"
     # The policy would forbid them: nothing inline, nothing from elsewhere.
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\son\w+=", html)
-    css, js = (PAGE.joinpath(name).read_text() for name in ("app.css", "app.js"))
+    css, js = text_of("app.css"), "".join(text_of(script) for script in scripts)
     assert not re.search(r"https?://", html + css + js)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function", js)
 

@@ -245,6 +245,8 @@ const scenarios = {
     assert.ok(shape.drawn <= shape.shown + 1, "only what is seen is drawn");
     // Scrolling through all of it, with flashes on every path: a frame must be drawn in a fraction of a second.
     const worst = await page.evaluate(async () => {
+      const { map, pathOf } = await import("/ui/tree.js");
+      const { paintMap } = await import("/ui/map.js");
       for (const id of map.nodes.keys()) map.flashes.push({ begin: performance.now(), path: pathOf(id), depth: 1e9 });
       let slowest = 0;
       for (let at = 0; at < document.getElementById("spacer").offsetHeight; at += 200) {

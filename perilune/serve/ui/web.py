@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response, Streamin
 
 GetPicture = Callable[[Request], Awaitable[dict[str, Any]]]
 
-FILES = {"index.html": "text/html", "app.css": "text/css", "app.js": "text/javascript", "icon.svg": "image/svg+xml"}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Everything from this server, nothing inline: text of a model can never become a script.
 HEADERS = {
     "Content-Security-Policy": (
@@ -42,10 +43,11 @@ def routes(get_picture: GetPicture, life: float = LIFE) -> APIRouter:
     async def enter() -> Response:
         return RedirectResponse("/ui/")
 
-    for name, kind in FILES.items():
-        content = files(__package__).joinpath(name).read_bytes()
-        path = "/" if name == "index.html" else f"/{name}"
-        router.add_api_route(path, _constant(content, kind), methods=["GET"])
+    for file in files(__package__).iterdir():
+        kind = KINDS.get(PurePath(file.name).suffix)
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        if kind is not None:
+            router.add_api_route(path, _constant(file.read_bytes(), kind), methods=["GET"])
 
     @router.get("/state")
     async def state(request: Request) -> Response:
