@@ -54,7 +54,7 @@ struct Place {
 } threadIdx, blockIdx, gridDim;
 struct Meeting {
   int count = 0, generation = 0;
-} warp_meetings[16], block_meeting, reader_meeting, preparer_meeting;
+} warp_meetings[32], block_meeting, reader_meeting, preparer_meeting;
 struct Barrier {
   int expected = 0, pending = 0;
   long bytes = 0;
@@ -70,14 +70,14 @@ struct Copy {
 struct Own {
   int pending = 0;
   std::vector<void *> arrivals;  // to make once nothing is pending
-} own[512];
+} own[1024];
 std::map<void *, Barrier> barriers;
 std::vector<Copy> copies;
 std::vector<ucontext_t> fibers;
 std::vector<bool> done;
 ucontext_t scheduler;
 int current, block_threads;
-float lanes[16][32];
+float lanes[32][32];
 unsigned char *shared_memory;
 std::mt19937 dice;
 
@@ -100,7 +100,7 @@ inline float __shfl_xor_sync(unsigned, float x, int step) {
   return y;
 }
 inline int __shfl_sync(unsigned, int x, int lane) {
-  static int words[16][32];
+  static int words[32][32];
   int warp = threadIdx.x >> 5;
   words[warp][threadIdx.x & 31] = x;
   __syncwarp();
@@ -152,7 +152,7 @@ inline void land(const Copy &c) {
 
 // Runs kernel() in every block of the grid; 0, or 1 if a block hangs, 2 if it leaves copies behind.
 template <class Kernel> int run_grid(Kernel kernel, Place grid, int threads, int bytes, int seed) {
-  static std::vector<std::vector<char>> stacks(512, std::vector<char>(1 << 17));
+  static std::vector<std::vector<char>> stacks(1024, std::vector<char>(1 << 17));
   static Kernel *body;
   std::vector<unsigned char> memory(bytes + 128);
   shared_memory = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(memory.data()) + 127) & ~127ul);

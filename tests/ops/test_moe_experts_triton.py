@@ -67,6 +67,15 @@ def test_products_either_way(tile: Tile, ends: list[int]) -> None:
     assert _error(back[:used], _loop(d, weight.transpose(1, 2), ends)) <= ONCE
 
 
+def test_bands_change_no_bit(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert's row tiles in several bands, the last of one tile."""
+    (L, F), used, offs = SIZES, ends[-1], torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    x, weight = _random(ROWS, L), _random(6, F, L, seed=2) / L**0.5
+    whole = kernels.product(x, weight, offs, False, LOW)
+    monkeypatch.setattr(kernels, "BAND", 2)
+    assert torch.equal(kernels.product(x, weight, offs, False, LOW)[:used], whole[:used])
+
+
 @pytest.mark.parametrize("tile", [WIDE, LOW], ids=["wide", "low"])
 @pytest.mark.parametrize("act", [SITU, SILU], ids=["situ", "silu"])
 @pytest.mark.parametrize("weighted", [True, False])

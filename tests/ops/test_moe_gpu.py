@@ -13,7 +13,7 @@ import torch
 from perilune.config import Activation
 from perilune.ops import moe
 from perilune.ops.activation import glu
-from perilune.ops.moe import Dense, Packed
+from perilune.ops.moe import Dense, Packed, packed_cuda
 from perilune.ops.mx import decode_mxfp4, encode_mxfp4
 
 pytestmark = pytest.mark.gpu
@@ -186,7 +186,10 @@ def test_empty_experts_may_be_skipped() -> None:
 
 @pytest.mark.parametrize("case", ["few rows", "K3 widths, few rows", "K3 widths, very few rows", "many rows"])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_packed_weights(case: str, weighted: bool) -> None:
+@pytest.mark.parametrize("cuda", [True, False], ids=["cuda", "triton"])
+def test_packed_weights(case: str, weighted: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cuda:
+        monkeypatch.setattr(packed_cuda, "why_not", lambda *_: "not wanted")
     L, F, counts, tail, _ = CASES[case]
     offs, R, used = _offs(counts), sum(counts) + tail, sum(counts)
     x, d = _random(R, L).requires_grad_(), _random(R, L, seed=3)
@@ -208,6 +211,39 @@ def test_packed_weights(case: str, weighted: bool) -> None:
     for a, b in zip(got, want, strict=True):
         assert _error(a[:used], b[:used]) <= TOLERANCE
         assert torch.equal(a[used:], torch.zeros_like(a[used:]))
+
+
+@pytest.mark.parametrize("rows", [3, 11, 40, 150, 300])
+def test_packed_products_are_exact_up_to_the_order_of_sums(rows: int) -> None:
+    """Against float64 sums of the same exact products: half an ulp of the result, and fp32's share of K additions."""
+    L, G, E = 3584, 512, 3
+    counts = [rows, 0, rows]
+    x, offs = _random(2 * rows, L), _offs(counts)
+    codes, scales = encode_mxfp4(_random(E, G, L, seed=1) * 2.0 ** torch.randint(-9, 6, (E, G, 1), device="cuda"))
+    packed = Packed(codes, scales, codes.new_empty(E, L, G // 4), scales.new_empty(E, L, G // 64))
+    got = moe.gate_up_product(x, packed, offs).double()
+    w = decode_mxfp4(codes, scales, torch.float64)
+    parts = [(x[:rows], w[0]), (x[rows:], w[2])]
+    want = torch.cat([a.double() @ b.t() for a, b in parts])
+    size = torch.cat([a.double().abs() @ b.abs().t() for a, b in parts])
+    assert bool(((got - want).abs() <= 2.0**-8 * want.abs() + 2.0**-20 * size).all())
+
+
+@pytest.mark.parametrize("rows", [8, 16, 48])
+@pytest.mark.parametrize("byte", [0, 1, 2, 100, 127, 128, 129, 200])
+def test_packed_products_take_every_code_of_every_scale(rows: int, byte: int) -> None:
+    """One weight a row, times one: the sum is the decoded weight."""
+    codes = torch.zeros(1, 256, 64, dtype=torch.uint8, device="cuda")
+    scales = torch.full((1, 256, 4), 127, dtype=torch.uint8, device="cuda")
+    x = torch.zeros(rows, 128, dtype=torch.bfloat16, device="cuda")
+    for r in range(rows):
+        at = (7 * r + byte) % 128
+        codes[0, r, at // 2], scales[0, r, at // 32] = r % 16 << 4 * (at % 2), byte
+        x[r, at] = 1
+    packed = Packed(codes, scales, codes.new_empty(1, 128, 64), scales.new_empty(1, 128, 4))
+    got = moe.gate_up_product(x, packed, torch.tensor([rows], dtype=torch.int32, device="cuda"))
+    want = (x.double() @ decode_mxfp4(codes, scales, torch.float64)[0].t()).bfloat16()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("case", ["many rows", "few rows"])

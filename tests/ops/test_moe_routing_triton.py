@@ -13,6 +13,7 @@ from triton_cpu import CUDA, DEVICE
 
 from perilune.errors import Error
 from perilune.ops.moe import reference
+from perilune.ops.moe import triton_few as few
 from perilune.ops.moe import triton_routing as kernels
 
 gpu = pytest.mark.gpu
@@ -140,3 +141,26 @@ def test_spread_and_sum(sizes: tuple[int, int, int], width: int, dtype: torch.dt
     want_rows, want_weights = reference.gather_sum_backward(d.double(), rows.double(), order, weights.double())
     assert (got_rows.double() - want_rows).norm() <= (ulp or 1e-7) * want_rows.norm()
     assert (got_weights - want_weights).norm() <= 1e-6 * want_weights.norm()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(12, 19, 3), (5, 16, 16), (1, 300, 8), pytest.param((128, 896, 16), marks=gpu)], ids=str
+)
+@pytest.mark.parametrize("width", [50, 1500])
+def test_few_tokens_are_arranged_as_by_the_single_kernels(sizes: tuple[int, int, int], width: int) -> None:
+    tokens, experts, top_k = sizes
+    x, ids = _random(tokens, width).bfloat16(), _ids(tokens, experts, top_k)
+    weights, scores = _random(tokens, top_k, seed=1), _random(tokens, experts, seed=2)
+    got = few.arrange(x, reference.Routing(ids, weights, scores, None))
+    order, offs = reference.permute(ids, experts)
+    assert torch.equal(got.offs_E, offs)
+    assert torch.equal(got.weights_R, weights.flatten()[order])
+    assert torch.equal(got.rows_RL, reference.spread(x, order, top_k))
+    assert torch.equal(got.row_TJ, reference.row_of_choice(order).view(tokens, top_k))
+
+
+def test_few_tokens_of_one_expert() -> None:
+    x, ids = _random(20, 64).bfloat16(), torch.full((20, 1), 11, device=DEVICE)
+    got = few.arrange(x, reference.Routing(ids, _random(20, 1), _random(20, 40), None))
+    assert got.offs_E.tolist() == [0] * 11 + [20] * 29
+    assert torch.equal(got.rows_RL, x)

@@ -341,5 +341,8 @@ def test_fake_quantize_is_encode_and_decode_and_passes_gradients_through() -> No
         assert torch.equal(torch.autograd.grad(y, x, slope)[0], slope)
     with pytest.raises(Error, match="format is 'fp4'; allowed: 'mxfp4', 'mxfp8'"):
         fake_quantize(x, "fp4")
-    with pytest.raises(Error, match=r"must be contiguous torch\.float32 \(6, 64\)"):
+    low = torch.empty(6, 64, dtype=torch.bfloat16)
+    assert fake_quantize(x, "mxfp4", out=low) is low
+    assert torch.equal(low, decode_mxfp4(*encode_mxfp4(x), torch.bfloat16))
+    with pytest.raises(Error, match=r"must be contiguous floats \(6, 64\)"):
         fake_quantize(x, "mxfp4", out=torch.zeros(64, 6))

@@ -278,8 +278,9 @@ def implementation(
     rows_RL: torch.Tensor, weights: Dense | Packed, exact: bool = False
 ) -> Literal["triton", "reference"]:
     """Which code `experts` runs: Triton kernels on CUDA for bfloat16 rows, Dense weights of widths that are multiples
-    of 64 or Packed ones of 128, else plain torch, with `grouped_mm` where that fits. Packed weights are decoded in
-    registers up to 64 rows an expert on average, all at once beyond that and in the backward direction."""
+    of 64 or Packed ones of 128, else plain torch, with `grouped_mm` where that fits. Packed weights are multiplied by
+    CUDA kernels on Hopper (`packed_cuda`); elsewhere they are decoded in registers up to 64 rows an expert on average,
+    all at once beyond that, and in the backward direction everywhere."""
     return "reference" if _room(rows_RL, tensors_of(weights), exact) is products else "triton"
 
 

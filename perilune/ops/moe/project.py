@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from perilune.errors import Error
+from perilune.ops import few
 from perilune.ops.linear import linear
 from perilune.ops.precision import widen
 
@@ -35,8 +36,11 @@ def project(
     for name, weight in (("router_ED", router_ED), ("latent_LD", latent_LD)):
         if weight is not None and weight.shape[-1] != x_TD.shape[-1]:
             raise Error(f"project: {name} has width {weight.shape[-1]}; x has {x_TD.shape[-1]}")
-    if multiply is linear and x_TD.is_cuda and x_TD.dtype == router_ED.dtype == torch.bfloat16:
-        logits_TE: torch.Tensor = _Logits.apply(x_TD, router_ED)  # type: ignore[no-untyped-call]
+    logits_TE: torch.Tensor
+    if multiply is linear and few.fits(x_TD, router_ED):
+        logits_TE = few.multiply(x_TD, router_ED, torch.float32)
+    elif multiply is linear and x_TD.is_cuda and x_TD.dtype == router_ED.dtype == torch.bfloat16:
+        logits_TE = _Logits.apply(x_TD, router_ED)  # type: ignore[no-untyped-call]
     else:
         logits_TE = multiply(widen(x_TD), router_ED.to(widen(x_TD).dtype))
     return logits_TE, x_TD if latent_LD is None else multiply(x_TD, latent_LD)

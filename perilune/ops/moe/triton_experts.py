@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from perilune.config import Activation
-from perilune.ops.moe import products, triton_launch
+from perilune.ops.moe import packed_cuda, products, triton_launch
 from perilune.ops.moe.products import Weight
 from perilune.ops.moe.triton_launch import Tile, glu_backward, zero_tail
 from perilune.ops.mx import decode_mxfp4
@@ -46,6 +46,8 @@ def product(
     x_RK, experts = _aligned(x_RK), offs_E.shape[0]
     stored = weight.stored
     if weight.scales is not None:
+        if not weight.turned and packed_cuda.why_not(x_RK, stored, experts) is None:
+            return packed_cuda.product(x_RK, stored, weight.scales, offs_E, out_RG)
         if not weight.turned and not many(x_RK.shape[0], experts):
             tile = _packed(x_RK.shape[0], experts)
             return triton_launch.packed_product(x_RK, stored, weight.scales, offs_E, tile, out_RG)
@@ -67,13 +69,17 @@ def glu_product(
     """See `products.glu_product`."""
     experts = offs_E.shape[0]
     packed = gate_up.scales is not None
-    if many(x_RL.shape[0], experts) or (packed and keep):
+    hopper = packed and packed_cuda.why_not(x_RL, gate_up.stored, experts) is None
+    few = packed_cuda.few(x_RL.shape[0], experts) if hopper else not many(x_RL.shape[0], experts)
+    if not few or (packed and keep):
         h_R2F = product(x_RL, gate_up, offs_E)
         return triton_launch.glu_forward(h_R2F, offs_E, activation, row_weights_R), h_R2F if keep else None
     x_RL = _aligned(x_RL)
     if gate_up.scales is not None:
-        tile = _packed(x_RL.shape[0], experts)
         weights = (gate_up.stored, gate_up.scales)
+        if hopper:
+            return packed_cuda.glu_product(x_RL, *weights, offs_E, activation, row_weights_R), None
+        tile = _packed(x_RL.shape[0], experts)
         return triton_launch.packed_glu_product(x_RL, *weights, offs_E, activation, row_weights_R, tile), None
     tile = _low(x_RL.shape[0], experts, halves=2)
     return triton_launch.glu_product(x_RL, gate_up.stored, offs_E, activation, row_weights_R, keep, tile)

@@ -17,6 +17,9 @@ from perilune.ops.moe.triton_glu import glu_backward_kernel, glu_kernel, zero_ta
 from perilune.ops.moe.triton_packed import packed_glu_product_kernel, packed_product_kernel
 from perilune.ops.moe.triton_product import glu_product_kernel, product_kernel, weight_gradient_kernel
 
+# Row tiles of an expert whose rows all columns pass over before the next ones come: their rows stay in the L2 cache.
+BAND = 16
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -56,7 +59,7 @@ def product(
         _descriptor(weight_EGK.flatten(0, 1), block),
         _descriptor(y_RG, [tile.rows, tile.columns]) if tile.copy else None,
         y_RG, offs_E, experts, G=G, K=K, BE=_padded(experts), BM=tile.rows, BG=tile.columns, BK=tile.inner,
-        TURNED=turned, SWAP=tile.swap, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        TURNED=turned, SWAP=tile.swap, STAGES=tile.stages, BAND=BAND, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y_RG
 

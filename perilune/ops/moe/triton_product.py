@@ -43,6 +43,20 @@ def locate(ends, tile, offs, BM: tl.constexpr):
 
 
 @triton.jit
+def banded(ends, tile, offs, columns, BM: tl.constexpr, BAND: tl.constexpr):
+    """`locate` in bands of BAND row tiles, column by column, so that the rows of tiles that run together stay in L2."""
+    past = ends <= tile
+    expert = tl.sum(past.to(tl.int32), 0)
+    within = tile - tl.max(tl.where(past, ends, 0), 0)
+    begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offs + expert)
+    first = within // (BAND * columns) * BAND
+    height = tl.minimum((end - begin + BM - 1) // BM - first, BAND)
+    within -= first * columns
+    return expert, within // height, begin + (first + within % height) * BM, end
+
+
+@triton.jit
 def multiply(x_tile, w_tile, acc, SWAP: tl.constexpr):
     """acc + x w^T of [BM, BK] and [BG, BK], or its transpose."""
     if SWAP:
@@ -68,12 +82,13 @@ def places(row, end, column, width, BM: tl.constexpr, BG: tl.constexpr, SWAP: tl
 def product_kernel(
     x, weight, out, y, offs, E,
     G: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr,
-    TURNED: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+    TURNED: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """y [R, G]. x: descriptor of [R, K]; weight: of [E G, K], or turned of [E K, G], K then a multiple of BK."""
-    ends = tile_ends(offs, E, tl.cdiv(G, BG), BE, BM)
+    columns: tl.constexpr = (G + BG - 1) // BG
+    ends = tile_ends(offs, E, columns, BE, BM)
     for tile in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
-        expert, column, row, end = locate(ends, tile, offs, BM)
+        expert, column, row, end = banded(ends, tile, offs, columns, BM, BAND)
         if SWAP:
             acc = tl.zeros([BG, BM], tl.float32)
         else:

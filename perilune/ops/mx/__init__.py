@@ -32,14 +32,22 @@ def encode_mxfp4(w: torch.Tensor, rule: str = "even", seed: int | None = None) -
     return both
 
 
-def decode_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """w [..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32].
+def decode_mxfp4(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """w [..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32], into `out` (contiguous) if given.
 
     Exact in fp32 unless |w| >= 2^128 (scale byte 253 and above), which becomes infinite; then one rounding to dtype.
     Raises Error when the shapes or dtypes do not fit together.
     """
     _check_codes("decode_mxfp4", packed, torch.uint8, scale, values=2 * packed.shape[-1])
-    w: torch.Tensor = _room(packed, dtype).decode_mxfp4(packed, scale, dtype)
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    if out is not None and (out.shape != shape or out.dtype != dtype or not out.is_contiguous()):
+        raise Error(f"decode_mxfp4: out is {out.dtype} {tuple(out.shape)}; must be contiguous {dtype} {shape}")
+    w: torch.Tensor = _room(packed, dtype).decode_mxfp4(packed, scale, dtype, out)
     return w
 
 
@@ -68,16 +76,17 @@ def fake_quantize(
 ) -> torch.Tensor:
     """x [..., K] through `format` and back, in x's dtype; its gradient is the output's (straight-through).
 
-    out: written instead of a new tensor, contiguous and of x's shape and dtype, possibly x itself; no gradient then.
+    out: written instead of a new tensor, contiguous and of x's shape, possibly x itself, or in another floating dtype,
+    to which the values are rounded once more; no gradient then.
     Raises Error unless K is a multiple of 32 and format and rule are known.
     """
     if format not in ("mxfp4", "mxfp8"):
         raise Error(f"fake_quantize: format is {format!r}; allowed: 'mxfp4', 'mxfp8'")
     _check_values("fake_quantize", x, rule)
     if out is not None:
-        if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+        if out.shape != x.shape or not out.is_floating_point() or not out.is_contiguous():
             raise Error(
-                f"fake_quantize: out is {out.dtype} {tuple(out.shape)}; must be contiguous {x.dtype} {tuple(x.shape)}"
+                f"fake_quantize: out is {out.dtype} {tuple(out.shape)}; must be contiguous floats {tuple(x.shape)}"
             )
         return _fake(x.detach(), format, rule, seed, out)
     y: torch.Tensor = _StraightThrough.apply(x, format, rule, seed)  # type: ignore[no-untyped-call]

@@ -80,12 +80,18 @@ def encode_mxfp4(w: torch.Tensor, rule: str = "even", seed: int | None = None) -
     return code[..., 0::2] | (code[..., 1::2] << 4), scale
 
 
-def decode_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def decode_mxfp4(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """w [..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32].
 
     Exact in fp32 unless |w| >= 2^128 (scale byte 253 and above), which becomes infinite; then one rounding to dtype."""
     element = _e2m1_pairs(packed.device).index_select(0, packed.reshape(-1).int())
-    return _times_scale(element.view(*scale.shape, BLOCK), scale, dtype)
+    w = _times_scale(element.view(*scale.shape, BLOCK), scale, dtype)
+    return w if out is None else out.copy_(w)
 
 
 def encode_mxfp8(x: torch.Tensor, rule: str = "even", seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
