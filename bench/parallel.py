@@ -5,7 +5,8 @@
 One document of --tokens tokens is cut into W spans (`perilune.parallel.slices`); every span's map is made, the maps are
 folded, and the spans run from their entry states, in one process and without communication: what W ranks compute
 together, so the time over the time of the uncut layer is what the algebra costs a rank. Layers have Kimi-K3's shape
-(width 7168, 96 heads of 128), bfloat16. Times in milliseconds, forward and backward in turns with the uncut layer.
+(width 7168, 96 heads of 128), bfloat16. Times in milliseconds, cut and uncut in turns; peaks are above what was there
+before the call, in GiB.
 
 Scaling over several GPUs is bench/multi_gpu_parallel.py (a part of bench/multi_gpu.py); on one GPU it is skipped.
 """
@@ -13,7 +14,6 @@ Scaling over several GPUs is bench/multi_gpu_parallel.py (a part of bench/multi_
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import statistics
@@ -23,17 +23,19 @@ from typing import Any
 
 import torch
 import triton
+from parallel_layers import DEVICE, kda_layer, random_model, shape_of
 
 from perilune.config import ModelConfig
-from perilune.model import Transformer, initialize
+from perilune.model import Transformer, muon_heads
 from perilune.model.parts import DEFAULT
 from perilune.ops import kda as kda_ops
 from perilune.ops.sequences import Sequences
 from perilune.parallel.context import context_parts, kcp
 from perilune.parallel.slices import Slice, cut_stream, take_slice
+from perilune.train.config import OptimConfig
 from perilune.train.loss import cross_entropy
-
-DEVICE = torch.device("cuda")
+from perilune.train.masters import Masters
+from perilune.train.optim import build_optimizers, clip_gradients
 
 
 def main() -> None:
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/parallel.json"))
     parser.add_argument("--tokens", type=int, nargs="*", default=[32768])
     parser.add_argument("--spans", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--model-spans", type=int, nargs="*", default=[4])
     parser.add_argument("--heads", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--parts", nargs="*", default=["layer", "op", "mini", "slice"])
@@ -93,7 +96,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeat: int) -> dict[str, dict
 
 
 def rows_of(times: dict[str, dict[str, float]], facts: dict[str, Any]) -> list[dict[str, Any]]:
-    base = {kind: times[f"1 {kind}"]["median"] for kind in ("forward", "both")}
+    base = {name.split()[1]: value["median"] for name, value in times.items() if name.startswith("1 ")}
     return [
         facts
         | {"spans": int(name.split()[0]), "pass": name.split()[1]}
@@ -105,25 +108,9 @@ def rows_of(times: dict[str, dict[str, float]], facts: dict[str, Any]) -> list[d
 
 def layer(args: argparse.Namespace, tokens: int) -> list[dict[str, Any]]:
     """A whole KDA layer: projections, convolution, attention, norm."""
-    config = ModelConfig.from_pretrained("kimi-k3")
-    config = dataclasses.replace(
-        config,
-        num_layers=1,
-        dense_layers=1,
-        kda=dataclasses.replace(config.kda, layers=(0,), num_heads=args.heads),
-        mla=dataclasses.replace(config.mla, layers=()),
-        hf_extra={},
-        hf_present=None,
-    )
-    with torch.device("meta"):
-        attn = Transformer(config).layers[0].attn
-    attn = attn.to_empty(device=DEVICE).bfloat16()
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    for name, p in attn.named_parameters():
-        p.data.normal_(0, 0.02, generator=generator)
-        if name in ("A_log_H", "dt_bias_HK", "conv_CW", "o_norm_K"):
-            p.data = p.data.float() + (1 if name == "o_norm_K" else 0)
-    x = torch.randn(tokens, config.hidden_size, device=DEVICE, generator=generator).bfloat16()
+    attn = kda_layer(args.heads)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    x = torch.randn(tokens, attn.q_proj.in_features, device=DEVICE, generator=generator).bfloat16()
     d_y = torch.randn(x.shape, device=DEVICE, generator=generator).bfloat16()
     whole = Sequences.from_lengths([tokens], device=DEVICE)
     parts = context_parts(DEFAULT, None)
@@ -154,6 +141,8 @@ def op(args: argparse.Namespace, tokens: int) -> list[dict[str, Any]]:
         return torch.randn(*shape, device=DEVICE, generator=generator).bfloat16()
 
     q, k, v, g = (draw(tokens, H, K) for _ in range(4))
+    # Slow gates, about 1 % a token, so that a state reaches far: with fast ones cut and uncut would agree by nothing.
+    g -= 6
     beta, d_o = draw(tokens, H), draw(tokens, H, K)
     raw = [q, k, v, g, beta, torch.zeros(H, device=DEVICE), torch.zeros(H, K, device=DEVICE)]
     gate = ModelConfig.from_pretrained("kimi-k3").kda.gate
@@ -195,39 +184,20 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def model(args: argparse.Namespace, name: str, tokens: int) -> list[dict[str, Any]]:
-    """Forward and backward of a model: `mini`, or Kimi-K3's width with 4 layers and 56 experts (vocabulary 8192)."""
-    config = ModelConfig.from_pretrained("mini" if name == "mini" else "kimi-k3")
-    if name == "slice":
-        config = dataclasses.replace(
-            config,
-            num_layers=4,
-            vocab_size=8192,
-            kda=dataclasses.replace(config.kda, layers=(0, 1, 2)),
-            mla=dataclasses.replace(config.mla, layers=(3,)),
-            moe=dataclasses.replace(config.moe, num_experts=56),
-            quant=None,
-            hf_extra={},
-            hf_present=None,
-        )
-        tokens = min(tokens, 8192)
-    with torch.device("meta"):
-        net = Transformer(config)
-    net = net.to_empty(device=DEVICE)
-    if name == "mini":
-        net = initialize(net)
-    else:
-        for p in net.parameters():
-            p.data = p.data.bfloat16().normal_(0, 0.006)
-    for key, p in net.named_parameters():
-        kept = key.endswith(("conv_CW", "A_log_H", "dt_bias_HK", "o_norm_K"))
-        p.data = p.data.float() if kept else p.data.bfloat16()
-    for buffer in net.buffers():
-        buffer.zero_()
+    """A model's forward pass, and forward and backward; of `mini` also with the optimizer's step.
+
+    The slice takes no optimizer step: with 14 bytes a parameter weights and states alone take 119 GB. It has at most
+    16,384 tokens.
+    """
+    shape = shape_of(name)
+    tokens = min(tokens, 16384) if name == "slice" else tokens
+    net = random_model(shape, 0.006)
+    update = optimizer_step(net) if name == "mini" else None
     generator = torch.Generator(DEVICE).manual_seed(0)
-    ids = torch.randint(config.vocab_size, (tokens + 1,), device=DEVICE, generator=generator)
+    ids = torch.randint(shape.vocab_size, (tokens + 1,), device=DEVICE, generator=generator)
     whole = Sequences.from_lengths([tokens], device=DEVICE)
     calls: dict[str, Callable[[], Any]] = {}
-    for spans in (1, *args.spans):
+    for spans in (1, *args.model_spans):
         sequences = whole if spans == 1 else cut(whole, spans)
         chosen = net if spans == 1 else net.with_parts(context_parts(DEFAULT, None))
 
@@ -240,8 +210,32 @@ def model(args: argparse.Namespace, name: str, tokens: int) -> list[dict[str, An
             for p in net.parameters():
                 p.grad = None
 
+        def step(sequences: Any = sequences, chosen: Any = chosen) -> None:
+            loss_of(chosen, ids, sequences).backward()
+            assert update is not None
+            update()
+
         calls |= {f"{spans} forward": forward, f"{spans} both": both}
-    return rows_of(in_turns(calls, max(3, args.repeat // 2)), {"tokens": tokens, "model": name})
+        calls |= {f"{spans} step": step} if update else {}
+    times = in_turns(calls, args.repeat if name == "mini" else max(3, args.repeat // 2))
+    weights = round(sum(p.nbytes for p in net.parameters()) / 1e9, 2)
+    return rows_of(times, {"tokens": tokens, "model": name, "weights_GB": weights})
+
+
+def optimizer_step(net: Transformer) -> Callable[[], None]:
+    """Muon and AdamW over float32 copies, as in training."""
+    masters = Masters(net)
+    optimizers = build_optimizers(masters.params, muon_heads(net), OptimConfig(), None)
+
+    def step() -> None:
+        masters.take_gradients()
+        clip_gradients(masters.params.values(), 1.0)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        masters.write_back()
+
+    return step
 
 
 def loss_of(net: Transformer, ids: torch.Tensor, sequences: Sequences) -> torch.Tensor:

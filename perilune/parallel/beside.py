@@ -1,4 +1,4 @@
-"""Work that needs no other rank, done while rows are under way: on a stream of its own, forward and backward.
+"""Work that others do not wait for, done at the same time: on a stream of its own, forward and backward.
 
 autograd runs an operation's backward pass on the stream of its forward pass and waits where streams meet, so what is
 beside in the forward pass is beside in the backward pass.
@@ -7,8 +7,12 @@ beside in the forward pass is beside in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+# A tensor, or a tuple of them.
+Out = TypeVar("Out", torch.Tensor, tuple[torch.Tensor, ...])
 
 
 class Beside:
@@ -17,7 +21,7 @@ class Beside:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, call: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    def __call__(self, call: Callable[[], Out], device: torch.device) -> Callable[[], Out]:
         """Start call() now; the function returned waits for it (on the device) and gives its result."""
         if device.type != "cuda":
             return call
@@ -28,10 +32,11 @@ class Beside:
         with torch.cuda.stream(self._stream):
             out = call()
         # Its memory belongs to the other stream, and the caller's reads of it as well.
-        out.record_stream(main)
+        for tensor in out if isinstance(out, tuple) else (out,):
+            tensor.record_stream(main)
         side = self._stream
 
-        def join() -> torch.Tensor:
+        def join() -> Out:
             torch.cuda.current_stream(device).wait_stream(side)
             return out
 

@@ -34,14 +34,17 @@ from perilune.ops.kda import fold
 from perilune.ops.kda.prepare import Raw, compute_dtype
 from perilune.ops.kda.segments import TILE
 from perilune.ops.sequences import Sequences
-from perilune.parallel.collectives import gather_rows, rank_in, ranks_of
+from perilune.parallel.beside import Beside
+from perilune.parallel.collectives import gather_rows, rank_in, ranks_of, scatter_rows
 from perilune.parallel.fragments import Way, fold_backward, fold_forward, hop_backward, hop_forward
-from perilune.parallel.slices import Slice
+from perilune.parallel.slices import Slice, indices
 
 Tensors = tuple[torch.Tensor, ...]
 # Called with the seven raw inputs as one tuple, which their types cannot say.
 _kda: Callable[..., Any] = kda_ops.kda
 _kda_maps: Callable[..., Any] = kda_ops.kda_maps
+# Exchanges run on a stream of their own.
+_beside = Beside()
 
 
 def kcp(
@@ -92,18 +95,20 @@ class _Kcp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, initial_NHKV: torch.Tensor | None, *raw: torch.Tensor) -> Tensors:
         gate, cut, group, way, scan = run
+        ctx.run, ctx.initial, ctx.graph = run, initial_NHKV is not None, None
         held = _prepared(raw, gate, cut, scan)
+        if held is not None:
+            M, entry_NHKV, *results = _run_beside(held, raw, run, initial_NHKV)
+            ctx.save_for_backward(M, entry_NHKV, *raw)
+            return tuple(results)
         if scan == "segmented":
             tiles, M = _tile_maps(raw, gate, cut, initial_NHKV)
             entry_LHKV = hop_forward(tiles, M.new_zeros(*M.shape[1:3], raw[2].shape[2]), cut, group)
         else:
-            folded = fold_forward(*_leaving_maps(raw, gate, cut, initial_NHKV, held), cut, group, way)
+            folded = fold_forward(*_leaving_maps(raw, gate, cut, initial_NHKV, None), cut, group, way)
             M, entry_LHKV = folded.M_PHKK, folded.entry_LHKV
         entry_NHKV = _enter(initial_NHKV, entry_LHKV, cut)
-        ctx.run, ctx.initial, ctx.graph = run, initial_NHKV is not None, None
         ctx.save_for_backward(M, entry_NHKV, *raw)
-        if held is not None:
-            return kernels().outputs(*held, entry_NHKV)  # type: ignore[no-any-return]
         # A graph of its own, so that the backward pass does not compute the outputs again.
         inputs = [x.detach().requires_grad_() for x in (entry_NHKV, *raw)]
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
@@ -119,20 +124,46 @@ class _Kcp(torch.autograd.Function):
         M, entry_NHKV, *raw = ctx.saved_tensors
         held = kernels().prepared(tuple(raw), gate, cut) if ctx.graph is None else None
         d_LHKV = _entry_gradients(raw, gate, cut, d_o_THV, d_final_NHKV, held)
-        if scan == "segmented":
+        if held is not None:
+            # The states of the forward pass are computed again while gradients go round.
+            join = _beside(lambda: fold_backward(d_LHKV, M, cut, group, way), d_o_THV.device)
+            states = kernels().chunk_states(*held, entry_NHKV)
+            leaving_LHKV = join()
+        elif scan == "segmented":
             leaving_LHKV = hop_backward(d_LHKV, M, cut, group)
         else:
             leaving_LHKV = fold_backward(d_LHKV, M, cut, group, way)
-        d_final_NHKV = d_final_NHKV.index_add(0, _index(cut.leaving, d_o_THV), leaving_LHKV[cut.spans_of(cut.leaving)])
+        device = d_o_THV.device
+        left = leaving_LHKV[indices(cut.spans_of(cut.leaving), device)]
+        d_final_NHKV = d_final_NHKV.index_add(0, indices(cut.leaving, device), left)
         if held is not None:
-            d_entry_NHKV, *d_raw = kernels().all_gradients(*held, entry_NHKV, d_o_THV, d_final_NHKV)
+            d_entry_NHKV, *d_raw = kernels().all_gradients(*held, states, d_o_THV, d_final_NHKV)
             d_raw = [d.to(x.dtype) for d, x in zip(d_raw, raw, strict=True)]
         else:
             inputs, outputs = ctx.graph
             ctx.graph = None
             d_entry_NHKV, *d_raw = torch.autograd.grad(outputs, inputs, (d_o_THV, d_final_NHKV))
-        d_initial = d_entry_NHKV.index_fill(0, _index(cut.entering, d_o_THV), 0) if ctx.initial else None
+        d_initial = d_entry_NHKV.index_fill(0, indices(cut.entering, device), 0) if ctx.initial else None
         return None, d_initial, *d_raw
+
+
+def _run_beside(held: Any, raw: Tensors, run: Any, initial_NHKV: torch.Tensor | None) -> Tensors:
+    """(M_PHKK, entry_NHKV, o_THV, final_NHKV) by the kernels: fragments that begin a document run while the states of
+    those that continue one are exchanged."""
+    gate, cut, group, way, _ = run
+    maps = _leaving_maps(raw, gate, cut, initial_NHKV, held)
+    out = kernels().room(held[0], cut)
+
+    def enter() -> Tensors:
+        folded = fold_forward(*maps, cut, group, way)
+        entry_NHKV = _enter(initial_NHKV, folded.entry_LHKV, cut)
+        kernels().run_into(out, *held, cut.entering, entry_NHKV)
+        return folded.M_PHKK, entry_NHKV
+
+    join = _beside(enter, raw[0].device)
+    begin = [i for i, fragment in enumerate(cut.fragments) if not fragment.continues]
+    kernels().run_into(out, *held, begin, initial_NHKV)
+    return *join(), out.o, out.final
 
 
 def kernels() -> ModuleType:
@@ -155,13 +186,15 @@ def _leaving_maps(
     wide = compute_dtype(*raw[:4])
     M_LHKK, B_LHKV = (raw[0].new_zeros(len(cut.mine), H, K, n, dtype=wide) for n in (K, V))
     if cut.leaving:
-        at = cut.spans_of(cut.leaving)
+        spans = cut.spans_of(cut.leaving)
         if held is not None:
-            M_LHKK[at], B_LHKV[at] = kernels().leaving_maps(*held, cut)
+            found = kernels().leaving_maps(*held, cut)
         else:
             some, tokens = _part(raw[:5], cut, cut.leaving)
-            M_LHKK[at], B_LHKV[at] = _kda_maps(*tokens, *raw[5:], gate, some)
-        for i, span in zip(cut.leaving, at, strict=True):
+            found = _kda_maps(*tokens, *raw[5:], gate, some)
+        for maps, value in zip((M_LHKK, B_LHKV), found, strict=True):
+            maps.index_copy_(0, indices(spans, maps.device), value)
+        for i, span in zip(cut.leaving, spans, strict=True):
             if initial_NHKV is not None and not cut.fragments[i].continues:
                 B_LHKV[span] += M_LHKK[span] @ initial_NHKV[i]
     return M_LHKK, B_LHKV
@@ -192,7 +225,9 @@ def _enter(initial_NHKV: torch.Tensor | None, entry_LHKV: torch.Tensor, cut: Sli
     """Every fragment's state before its first token."""
     if initial_NHKV is None:
         initial_NHKV = entry_LHKV.new_zeros(cut.count, *entry_LHKV.shape[1:])
-    return initial_NHKV.index_copy(0, _index(cut.entering, entry_LHKV), entry_LHKV[cut.spans_of(cut.entering)])
+    device = entry_LHKV.device
+    came = entry_LHKV[indices(cut.spans_of(cut.entering), device)]
+    return initial_NHKV.index_copy(0, indices(cut.entering, device), came)
 
 
 def _entry_gradients(
@@ -205,14 +240,15 @@ def _entry_gradients(
 ) -> torch.Tensor:
     """d_LHKV: what this process's outputs give to the state that enters each of its spans; zeros where none does."""
     d_LHKV = d_final_NHKV.new_zeros(len(cut.mine), *d_final_NHKV.shape[1:])
-    if cut.entering and held is not None:
-        d_NHKV = kernels().entry_gradient(*held, d_o_THV, d_final_NHKV)
-        d_LHKV[cut.spans_of(cut.entering)] = d_NHKV[list(cut.entering)]
-    elif cut.entering:
+    if not cut.entering:
+        return d_LHKV
+    if held is not None:
+        found = kernels().entry_gradients(*held, cut, d_o_THV, d_final_NHKV.contiguous())
+    else:
         some, (*tokens, d_o) = _part((*raw[:5], d_o_THV), cut, cut.entering)
-        d_final = d_final_NHKV[list(cut.entering)]
-        d_LHKV[cut.spans_of(cut.entering)] = _state_gradient((*tokens, *raw[5:]), gate, some, d_o, d_final)
-    return d_LHKV
+        d_final = d_final_NHKV[indices(cut.entering, d_o.device)]
+        found = _state_gradient((*tokens, *raw[5:]), gate, some, d_o, d_final)
+    return d_LHKV.index_copy_(0, indices(cut.spans_of(cut.entering), d_LHKV.device), found)
 
 
 def _state_gradient(
@@ -221,11 +257,11 @@ def _state_gradient(
     """The gradient of the initial states of `kda`; it does not depend on them."""
     if kda_ops.implementation(raw[0], raw[2]) == "triton":
         from perilune.ops.kda.triton import inputs
-        from perilune.ops.kda.triton_backward import reverse_scan
+        from perilune.ops.kda.triton_backward import initial_gradient
         from perilune.ops.kda.triton_forward import prepare
 
         x = inputs(Raw(*raw), gate, sequences)
-        return reverse_scan(x, prepare(x), d_o_THV, d_final_NHKV, None, None)[0]
+        return initial_gradient(x, prepare(x), d_o_THV, d_final_NHKV, x.layout)
     initial_NHKV = torch.zeros_like(d_final_NHKV).requires_grad_()
     with torch.enable_grad():
         outputs = _kda(*(x.detach() for x in raw), gate, initial_NHKV, sequences)
@@ -243,10 +279,6 @@ def _part(tensors: Sequence[torch.Tensor], cut: Slice, fragments: Sequence[int])
     return some, tuple(torch.cat([x[run] for run in runs]) for x in tensors)
 
 
-def _index(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
-
-
 def context_conv(
     u_TC: torch.Tensor,
     w_CW: torch.Tensor,
@@ -260,18 +292,45 @@ def context_conv(
     cut = as_slice(sequences, group)
     if window_N3C is not None:
         raise Error("context_conv: window_N3C is given; a slice takes its windows from the ranks before")
-    halo = WIDTH - 1
-    tail_rows, window_rows = cut.halo_rows(halo)
-    tails_RC = gather_rows(_rows(u_TC, tail_rows), group)
-    window = _rows(tails_RC, window_rows).unflatten(0, (-1, halo))
+    u_TC, window = _Halo.apply(u_TC, *cut.halo_rows, group)  # type: ignore[no-untyped-call]
     return short_conv(u_TC, w_CW, cut, window)
 
 
+class _Halo(torch.autograd.Function):
+    """u -> (u, the inputs before each fragment [N, 3, C]). tail, window: `Slice.halo_rows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, u_TC: torch.Tensor, tail: torch.Tensor, window: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> Tensors:
+        ctx.group = group
+        ctx.save_for_backward(tail, window)
+        window_NC = _rows(gather_rows(_rows(u_TC, tail), group), window)
+        return u_TC.view_as(u_TC), window_NC.unflatten(0, (-1, WIDTH - 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_u_TC: torch.Tensor, d_window_N3C: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tail, window = ctx.saved_tensors
+        d_sent = d_u_TC.new_zeros(len(tail) * ranks_of(ctx.group), d_u_TC.shape[1])
+        d_tails = scatter_rows(_add_rows(d_sent, d_window_N3C.flatten(0, 1), window), ctx.group)
+        # In place: u goes to the convolution alone, whose gradient this tensor is, and it may be gigabytes.
+        return _add_rows(d_u_TC, d_tails, tail), None, None, None
+
+
 def _rows(x_TC: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """Some rows, zeros for -1. Its gradient reaches x whatever the rows are, also where there are none."""
+    """Some rows, zeros for -1."""
     if not x_TC.shape[0]:
-        x_TC = torch.cat((x_TC, x_TC.new_zeros(1, x_TC.shape[1])))
+        x_TC = x_TC.new_zeros(1, x_TC.shape[1])
     return torch.where(rows_R[:, None] >= 0, x_TC[rows_R.clamp(min=0)], 0)
+
+
+def _add_rows(x_TC: torch.Tensor, rows_RC: torch.Tensor, at_R: torch.Tensor) -> torch.Tensor:
+    """Add rows in place, in a fixed order; those for -1 are left out."""
+    if x_TC.shape[0]:
+        rows_RC = torch.where(at_R[:, None] >= 0, rows_RC, 0)
+        x_TC.index_put_((at_R.clamp(min=0),), rows_RC.to(x_TC.dtype), accumulate=True)
+    return x_TC
 
 
 def context_latents(
@@ -293,6 +352,7 @@ def context_parts(parts: Parts, group: dist.ProcessGroup | None, scan: kda_ops.S
     """
     return dataclasses.replace(
         parts,
+        beside=parts.beside if group is None else Beside(),
         kda=partial(kcp, group=group, scan=scan),
         conv=partial(context_conv, group=group),
         latents=partial(context_latents, group=group),

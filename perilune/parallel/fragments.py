@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from perilune.ops.kda import fold
 from perilune.parallel.collectives import all_gather, ranks_of
-from perilune.parallel.slices import Slice, Spans
+from perilune.parallel.slices import Slice, Spans, indices
 
 Way = Literal["gather", "heads"]
 
@@ -173,20 +173,20 @@ def _collect(x_LHKX: torch.Tensor, cut: Slice, group: dist.ProcessGroup | None, 
         out = rows.new_empty(R * mine, *rows.shape[1:])
         dist.all_to_all_single(out, rows, [mine] * R, sizes, group=group)
         got = out.view(R, mine, *rows.shape[1:]).transpose(1, 2).flatten(0, 1)
-    order = [rank * L + cut.spans.of(rank).index(s) for s, rank in _owners(cut.spans)]
-    return got[order]
+    order = tuple(rank * L + cut.spans.of(rank).index(s) for s, rank in _owners(cut.spans))
+    return got[indices(order, got.device)]
 
 
 def _give_back(x_PHKV: torch.Tensor, cut: Slice, group: dist.ProcessGroup | None, way: Way, heads: int) -> torch.Tensor:
     """[L, H, K, V] of this process's spans, from [P, ...] as `_collect` laid it out."""
     if group is None or way == "gather":
-        return x_PHKV[list(cut.mine)]
+        return x_PHKV[indices(cut.mine, x_PHKV.device)]
     R, L = ranks_of(group), len(cut.mine)
     sizes = _shares(heads, R)
     mine = x_PHKV.shape[1]
-    order = [span for rank in range(R) for span in cut.spans.of(rank)]
+    order = tuple(span for rank in range(R) for span in cut.spans.of(rank))
     # To each rank its spans, heads first.
-    rows = x_PHKV[order].unflatten(0, (R, L)).transpose(1, 2).flatten(0, 1).contiguous()
+    rows = x_PHKV[indices(order, x_PHKV.device)].unflatten(0, (R, L)).transpose(1, 2).flatten(0, 1).contiguous()
     out = rows.new_empty(heads, *rows.shape[1:])
     dist.all_to_all_single(out, rows, sizes, [mine] * R, group=group)
     mine_LHKV: torch.Tensor = out.transpose(0, 1)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 
 from perilune.errors import Error
+from perilune.ops.conv import WIDTH
 from perilune.ops.sequences import Sequences
 
 Order = Literal["contiguous", "zigzag"]
@@ -146,9 +147,9 @@ class Slice(Sequences):
         """Which of the fragments belong to documents that go on, at most one a span."""
         return tuple(i for i, fragment in enumerate(self.fragments) if fragment.goes_on)
 
-    def spans_of(self, fragments: Sequence[int]) -> list[int]:
+    def spans_of(self, fragments: Sequence[int]) -> tuple[int, ...]:
         """Where the spans of some fragments are in `mine`."""
-        return [self.mine.index(self.fragments[i].span) for i in fragments]
+        return tuple(self.mine.index(self.fragments[i].span) for i in fragments)
 
     @cached_property
     def rows_T(self) -> torch.Tensor:
@@ -156,10 +157,12 @@ class Slice(Sequences):
         parts = [torch.arange(self.spans.cuts[span], self.spans.cuts[span + 1]) for span in self.mine]
         return torch.cat(parts)
 
-    def halo_rows(self, halo: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [L * halo]: the last rows of each span here, to be sent, -1 where it is shorter; int64 [N * halo]: for
-        each fragment the rows before its first token among those sent by all ranks, -1 before its document."""
-        spans, tails, windows = self.spans, [], []
+    @cached_property
+    def halo_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the convolution, with h inputs before each token. int64 [L * h]: the last rows of each span here, to be
+        sent, -1 where it is shorter; int64 [N * h]: for each fragment the rows before its first token among those sent
+        by all ranks, -1 before its document."""
+        halo, spans, tails, windows = WIDTH - 1, self.spans, [], []
         first = 0
         for span in self.mine:
             length = spans.cuts[span + 1] - spans.cuts[span]
@@ -197,6 +200,12 @@ class Slice(Sequences):
         return self if device == self.device else Slice(self.lengths, self.starts, device, self.spans, self.held)
 
 
+@lru_cache(maxsize=256)
+def indices(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 on `device`, kept for the next layer: the host waits for a GPU's work before it copies numbers there."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
 def even_cuts(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
     """count + 1 offsets whose spans differ by at most one `unit` of tokens (and the last unit may be short)."""
     units = -(-total // unit)
@@ -229,4 +238,4 @@ def take_slice(spans: Spans, held: Iterable[int], device: torch.device | str = "
     return Slice(tuple(f.length for f in fragments), tuple(starts), torch.device(device), spans, held)
 
 
-__all__ = ["Fragment", "Order", "Slice", "Spans", "cut_stream", "even_cuts", "take_slice"]
+__all__ = ["Fragment", "Order", "Slice", "Spans", "cut_stream", "even_cuts", "indices", "take_slice"]

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
+from test_expert_training import spawn
 from triton_cpu import CUDA, DEVICE
 
 from perilune.config import Gate
 from perilune.ops import kda as kda_ops
 from perilune.ops.sequences import Sequences
-from perilune.parallel import context, context_triton
+from perilune.parallel import context, context_triton, mesh
 from perilune.parallel.slices import cut_stream, take_slice
 
 H, K = (2, 128) if CUDA else (1, 16)
@@ -40,6 +44,56 @@ def test_kernels_on_slices(name: str, initial: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_on_slices_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(name, True, monkeypatch, torch.bfloat16, 7e-3, 2e-2)
+
+
+def in_turn(call: Any, device: torch.device) -> Any:
+    """Exchanges before what could run beside them; `Beside` without a GPU has them after it."""
+    out = call()
+    return lambda: out
+
+
+def bits(rank: int = 0, group: Any = None) -> dict[str, list[Any]]:
+    """Outputs and gradients of this rank's slice (of all, without a group), exchanging beside other work and not."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    whole = Sequences.from_lengths([37, 51, 40], device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    raw = [draw(whole.total, H, K).to(dtype) for _ in range(4)] + [draw(whole.total, H).to(dtype), draw(H), draw(H, K)]
+    spans = cut_stream(whole, 2)
+    cut = take_slice(spans, (rank,) if group is not None else range(2), DEVICE)
+    rows = cut.rows_T.to(DEVICE)
+    d_o, found = draw(whole.total, H, K).to(dtype)[rows], {}
+    for kind, beside in {"beside": context.Beside(), "in turn": in_turn}.items():
+        with mock.patch.object(context, "_beside", beside):
+            leaves = [x[rows].clone().requires_grad_() for x in raw[:5]] + [x.clone().requires_grad_() for x in raw[5:]]
+            o, _ = context.kcp(*leaves, GATE, None, cut, group=group)
+            found[kind] = [x.float().cpu().numpy() for x in (o.detach(), *torch.autograd.grad(o, leaves, d_o))]
+    return found
+
+
+def work(rank: int) -> dict[str, list[Any]]:
+    made = mesh.start(torch.device("cpu"), timeout=60.0)
+    with mock.patch.object(kda_ops, "implementation", return_value="triton"):
+        return bits(rank, made.everyone)
+
+
+def test_exchanges_beside_other_work_change_no_bit_on_two_ranks() -> None:
+    """Rank 1 has a document that continues and one that begins, which runs while states are under way."""
+    if CUDA:
+        pytest.skip("the other kind of device")
+    for result in spawn(work, 2):
+        assert not isinstance(result, str), result
+        assert all((a == b).all() for a, b in zip(result["beside"], result["in turn"], strict=True))
+
+
+@pytest.mark.gpu
+def test_exchanges_beside_other_work_change_no_bit_on_a_gpu() -> None:
+    for _ in range(5):
+        result = bits()
+        assert all((a == b).all() for a, b in zip(result["beside"], result["in turn"], strict=True))
 
 
 def run(name: str, initial: bool, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, near: float, far: float) -> None:

@@ -16,6 +16,7 @@ from perilune.ops.kda import gradients_cuda
 from perilune.ops.kda.triton_backward_scan import reverse_scan_kernel
 from perilune.ops.kda.triton_forward import Inputs, Prepared, scan, scan_name
 from perilune.ops.kda.triton_gradients import key_gradient_kernel, norm_gradient_kernel, state_gradient_kernel
+from perilune.ops.kda.triton_layout import Layout
 
 
 def entry_states(x: Inputs, p: Prepared, initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,13 +41,35 @@ def reverse_scan(
     slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """B2: (d_initial float32 [N, H, K, V], dS' transposed [X, H, V, K], dU [X, H, C, V])."""
-    N, X, _, H, K, V = x.sizes
+    _, X, _, H, K, V = x.sizes
+    dS, dU = x.q.new_empty(X, H, V, K), x.q.new_empty(X, H, 64, V)
+    return _walk_back(x, p, d_o, d_final, d_states, slots, x.layout, (dS, dU)), dS, dU
+
+
+def initial_gradient(
+    x: Inputs, p: Prepared, d_o: torch.Tensor, d_final: torch.Tensor | None, lay: Layout
+) -> torch.Tensor:
+    """B2 for the gradient of the initial states alone, of the sequences of `lay`: float32 [N, H, K, V]."""
+    return _walk_back(x, p, d_o, d_final, None, None, lay, None)
+
+
+def _walk_back(
+    x: Inputs,
+    p: Prepared,
+    d_o: torch.Tensor,
+    d_final: torch.Tensor | None,
+    d_states: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    lay: Layout,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """d_initial; dS and dU of all chunks go into `kept`, if given."""
+    _, X, _, H, K, V = x.sizes
+    N = len(lay.shift)
     d_initial = x.q.new_empty(N, H, K, V, dtype=torch.float32)
-    dS = x.q.new_empty(X, H, V, K)
-    dU = x.q.new_empty(X, H, 64, V)
-    tensors = (d_final, d_states, d_initial, dS, dU, x.layout.first_chunk, x.layout.cu, x.layout.shift, slots)
-    options = {"FINAL": d_final is not None, "STATES": d_states is not None}
-    if X and reverse_scan_name(d_o, K) == "hopper":
+    tensors = (d_final, d_states, d_initial, *(kept or (None, None)), lay.first_chunk, lay.cu, lay.shift, slots)
+    options = {"FINAL": d_final is not None, "STATES": d_states is not None, "KEEP": kept is not None}
+    if X and N and reverse_scan_name(d_o, K) == "hopper":
         from perilune.ops.kda.triton_backward_scan_hopper import descriptors, reverse_scan_hopper_kernel
 
         reverse_scan_hopper_kernel[(2 * H * N,)](*descriptors(p, d_o), *tensors, H, **options, num_warps=4, maxnreg=168)
@@ -58,7 +81,7 @@ def reverse_scan(
         reverse_scan_kernel[(V // BV * H * N,)](
             *operands, *tensors, *d_o.stride(), H, K=K, V=V, BV=BV, **options, **shape
         )
-    return d_initial, dS, dU
+    return d_initial
 
 
 @dataclass(frozen=True)
@@ -121,4 +144,4 @@ def gradients(
     return dq, dk, s.dv, dg, s.d_beta, d_A, d_bias
 
 
-__all__ = ["entry_states", "gradients", "gradients_name", "reverse_scan"]
+__all__ = ["entry_states", "gradients", "gradients_name", "initial_gradient", "reverse_scan"]

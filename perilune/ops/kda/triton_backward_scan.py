@@ -3,8 +3,8 @@
 One program owns a slice of the value dim of one head of one sequence, as in the forward scan. With dS' the gradient of
 the state after a chunk and dO of its outputs:
     dU = P^T dO + k- dS',    dS = e^(G_C) dS' + q~^T dO - w^T dU
-It stores dU and dS' (before the step) for the gradient kernels. The state's gradient is kept transposed in float32
-registers, as the state is in the forward scan.
+It stores dU and dS' (before the step), if wanted, for the gradient kernels. The state's gradient is kept transposed in
+float32 registers, as the state is in the forward scan.
 
 Legend: N sequences, H heads, C chunk rows (64), K key dim, V value dim.
 """
@@ -22,7 +22,7 @@ def reverse_scan_kernel(
     w, q, k, P, decay, d_o, d_final, d_states, d_initial, kept_dS, kept_dU, first_chunk, cu, shift, slots,
     so_t, so_h, so_c, H,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    FINAL: tl.constexpr, STATES: tl.constexpr, STAGES: tl.constexpr,
+    FINAL: tl.constexpr, STATES: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     splits: tl.constexpr = V // BV
     pid = tl.program_id(0)
@@ -65,11 +65,13 @@ def reverse_scan_kernel(
         q_tile = tl.load(q + ch * (64 * K) + wide)
         eG = tl.load(decay + ch * K + keys)
         dS_low = dS.to(dtype)
-        tl.store(kept_dS + ch * (K * V) + cols[:, None] * K + keys[None, :], dS_low)
+        if KEEP:
+            tl.store(kept_dS + ch * (K * V) + cols[:, None] * K + keys[None, :], dS_low)
         dU = tl.dot(tl.trans(dO), P_tile)
         dU = tl.dot(dS_low, tl.trans(k_tile), acc=dU)
         dU_low = dU.to(dtype)
-        tl.store(kept_dU + ch * (64 * V) + rows[None, :] * V + cols[:, None], dU_low)
+        if KEEP:
+            tl.store(kept_dU + ch * (64 * V) + rows[None, :] * V + cols[:, None], dU_low)
         # w is stored negated, so this adds -w^T dU.
         dS = tl.dot(dU_low, w_tile, acc=dS * eG[None, :])
         dS = tl.dot(tl.trans(dO), q_tile, acc=dS)

@@ -76,7 +76,7 @@ def produce(
 def consume(
     tiles, results, barriers, d_final, d_states, d_initial, kept_dS, kept_dU, slots,
     begin, end, c0, count, token, part, h, n, H,
-    FINAL: gl.constexpr, STATES: gl.constexpr,
+    FINAL: gl.constexpr, STATES: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps."""
     w_s, q_s, k_s, P_s, o_s, decay_s = tiles
@@ -110,7 +110,8 @@ def consume(
         dU = warpgroup_mma(
             gl.convert_layout(dS_low, LEFT), k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        S_s.store(dS_low)
+        if KEEP:
+            S_s.store(dS_low)
         decay = decay_s.index(stage).load(STATE)
         mbarrier.wait(late.index(stage), phase)
         o_tile = o_s.index(stage)
@@ -128,11 +129,13 @@ def consume(
         dU_low = dU.to(gl.bfloat16)
         # w is stored negated, so this adds -w^T dU.
         dS = warpgroup_mma(gl.convert_layout(dU_low, LEFT_STATE), w_s.index(stage), dS, is_async=True)
-        U_s.store(gl.permute(dU_low, (1, 0)))
+        if KEEP:
+            U_s.store(gl.permute(dU_low, (1, 0)))
         gl.thread_barrier()
         mbarrier.arrive(early_free.index(stage))
-        gl.store(kept_dS + ch * (D * D) + (kv * D + kk), S_s.load(KEYS))
-        gl.store(kept_dU + ch * (64 * D) + (rows[:, None] * D + cols), U_s.load(ROWS))
+        if KEEP:
+            gl.store(kept_dS + ch * (D * D) + (kv * D + kk), S_s.load(KEYS))
+            gl.store(kept_dU + ch * (64 * D) + (rows[:, None] * D + cols), U_s.load(ROWS))
         dS = warpgroup_mma_wait(0, [dS])
         gl.thread_barrier()
         mbarrier.arrive(late_free.index(stage))
@@ -143,7 +146,7 @@ def consume(
 @gluon.jit
 def reverse_scan_hopper_kernel(
     w_d, q_d, k_d, P_d, o_d, decay_d, d_final, d_states, d_initial, kept_dS, kept_dU, first_chunk, cu, shift, slots, H,
-    FINAL: gl.constexpr, STATES: gl.constexpr,
+    FINAL: gl.constexpr, STATES: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `reverse_scan_kernel`; ..._d: tensor descriptors of one chunk's tile in [rows, columns]."""
     part, h, n, begin, end, c0, count, token = place(first_chunk, cu, shift, H)
@@ -154,15 +157,19 @@ def reverse_scan_hopper_kernel(
     P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, B], TILE)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, D], LINE)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [B, D], TILE)
-    U_s = gl.allocate_shared_memory(gl.bfloat16, [64, B], TILE)
+    # What is not used stands for something that is.
+    S_s = k_s
+    U_s = k_s
+    if KEEP:
+        S_s = gl.allocate_shared_memory(gl.bfloat16, [B, D], TILE)
+        U_s = gl.allocate_shared_memory(gl.bfloat16, [64, B], TILE)
     barriers = make_barriers()
     tiles = (w_s, q_s, k_s, P_s, o_s, decay_s)
     results = (S_s, U_s)
     gl.warp_specialize(
         [
             (consume, (tiles, results, barriers, d_final, d_states, d_initial, kept_dS, kept_dU, slots,
-                       begin, end, c0, count, token, part, h, n, H, FINAL, STATES)),
+                       begin, end, c0, count, token, part, h, n, H, FINAL, STATES, KEEP)),
             (produce, (w_d, q_d, k_d, P_d, o_d, decay_d, tiles, barriers, c0, count, token, h * D + part * B, h, H)),
         ],
         [1],

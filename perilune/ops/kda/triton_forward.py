@@ -24,6 +24,8 @@ from perilune.ops.kda.triton_streams import Streams
 EPS = 1e-6
 # Token-heads of a piece, and how many pieces' worth of K1's results are in memory at once.
 PIECE, RING = 96 * 8192, 3
+# Of a walk that leaves only states: two programs a multiprocessor, where more results take the memory of one.
+MAP_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,9 @@ def scan(
     if X and scan_name(x.v, K) == "hopper":
         from perilune.ops.kda.triton_scan_hopper import descriptors, scan_hopper_kernel
 
-        # 168 registers a thread at launch; the multiplying warps take over most of the loading warps'.
-        scan_hopper_kernel[(2 * H * N,)](*descriptors(p, x.v), *tensors, H, **options, num_warps=4, maxnreg=168)
+        # Registers a thread at launch; the multiplying warps take over most of the loading warps'.
+        registers = MAP_REGISTERS if out.o is None and out.S is None else 168
+        scan_hopper_kernel[(2 * H * N,)](*descriptors(p, x.v), *tensors, H, **options, num_warps=4, maxnreg=registers)
     else:
         BV = min(64, V)
         operands = (p.w, p.q, p.k, p.A, p.P, p.decay, x.v)
@@ -205,8 +208,16 @@ def scan(
 
 
 def maps(x: Inputs, p: Prepared, lay: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """M [N, H, K, K] and B [N, H, K, V] of the sequences of `lay`: S -> M S + B."""
-    return scan(x, p, "identity", output=False, lay=lay).final, scan(x, p, None, output=False, lay=lay).final
+    """M [N, H, K, K] and B [N, H, K, V] of the sequences of `lay`: S -> M S + B. The two walks run side by side."""
+    _, _, _, _, K, V = x.sizes
+    N = len(lay.shift)
+    M, B = (outputs(x, N, width, False, None, False) for width in (K, V))
+    streams = Streams(x.q.device)
+    with streams.scanning():
+        scan(x, p, "identity", lay=lay, out=M)
+    scan(x, p, None, lay=lay, out=B)
+    streams.join()
+    return M.final, B.final
 
 
 def scan_segmented(
