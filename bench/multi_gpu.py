@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 bench/multi_gpu.py --parts ep --out bench/results/multi_gpu.json
 
 A part is bench/multi_gpu_NAME.py with `add_arguments(group)`; `run(args)`, called on every rank, whose result is
-written under its name; and `plot(result, file)`. Parts that are not run keep what --out has of them. NVLink
-multicast is not used: NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1 are set before anything starts.
+written under its name; and `plot(result, file)`. What is not measured keeps what --out has of it, and every row says
+its run. NVLink multicast is not used: NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1 are set before anything
+starts.
 """
 
 from __future__ import annotations
@@ -44,11 +45,28 @@ def main() -> None:
     here = machine()
     say(here)
     for part in args.parts:
-        result[part] = {"machine": here} | modules[part].run(args)
+        result[part] = merged(result.get(part, {}), {"machine": here} | modules[part].run(args))
         if dist.get_rank() == 0:
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+# What tells rows of one list apart.
+KEYS = ("R", "S", "load", "ranks", "heads", "tokens", "model", "layout")
+
+
+def merged(old: Any, new: Any) -> Any:
+    """`new`, with what only `old` has: of dicts by key, of lists of rows by what they are of."""
+    if isinstance(old, dict) and isinstance(new, dict) and "run" not in new:
+        return old | {key: merged(old.get(key), value) for key, value in new.items()}
+    if isinstance(new, list) and isinstance(old, list) and new and isinstance(new[0], dict):
+        rows = {tuple(row.get(key) for key in KEYS): row for row in old}
+        for row in new:
+            place = tuple(row.get(key) for key in KEYS)
+            rows[place] = merged(rows.get(place), row)
+        return list(rows.values())
+    return new
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import triton
 
 START = time.monotonic()
+# Stands in every row, since a file may hold rows of several runs.
+RUN = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def say(what: Any) -> None:
@@ -38,35 +40,62 @@ def everywhere(value: float, op: Any = dist.ReduceOp.MAX) -> float:
 Times = dict[str, float]  # median, min, max
 
 
-def timed(call: Callable[[], Any], repeat: int) -> Times:
-    """Milliseconds of the slowest rank, each repeat from a barrier."""
-    times = []
-    for i in range(repeat + 2):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 2:
-            times.append(everywhere(start.elapsed_time(end)))
-    return spread(times)
+def once(call: Callable[[], Any]) -> float:
+    """Milliseconds of the slowest rank, from a barrier."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return everywhere(start.elapsed_time(end))
+
+
+def timed(call: Callable[[], Any], repeat: int, warm: int = 2) -> Times:
+    """`once`, so often, after `warm` calls that do not count."""
+    return spread([once(call) for _ in range(warm + repeat)][warm:])
 
 
 def spread(times: list[float]) -> Times:
     return {name: round(of(times), 3) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
 
 
-def replayed(call: Callable[[], Any], repeat: int) -> Times:
-    """`timed` of a graph of the call."""
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
+    # Other threads (NCCL's watchdog) may call CUDA meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
-    value = timed(graph.replay, repeat)
-    del graph
-    torch.cuda.empty_cache()
-    return value
+    return graph
+
+
+def uncovered(call: Callable[[], Any]) -> Times:
+    """One call in milliseconds of the GPU: `call` in all, `nccl` while nothing but NCCL's kernels ran, which includes
+    their waiting for other ranks, `idle` while nothing ran. Each the largest of all ranks."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
+        for event in profile.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    ]
+    busy, work = covered(spans), covered([span for span in spans if not span[2]])
+    whole = max((end for _, end, _ in spans), default=0) - min((start for start, _, _ in spans), default=0)
+    found = {"call": whole, "nccl": busy - work, "idle": whole - busy}
+    return {name: round(everywhere(value / 1e3), 3) for name, value in found.items()}
+
+
+def covered(spans: list[tuple[float, float, bool]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end, _ in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def machine() -> dict[str, Any]:

@@ -3,8 +3,9 @@
 Every rank holds 112 experts of Kimi-K3's shape (latent 3584, width 3072) and its own tokens, 16 experts each. Times are
 those of the slowest rank (each repeat starts at a barrier), in milliseconds.
 
-`symmetric` writes rows straight into the other GPU's memory, `collective` is the same layer over NCCL, `plain` our own
-all-to-all layer (one row a choice, exact sizes read on the host), `off` plain placement in static worst-case buffers.
+`symmetric` writes rows straight into the other GPU's memory, `collective` is the same layer over NCCL. `plain` is our
+own all-to-all layer (one row a choice, exact sizes read on the host), `padded` the same with every message padded to
+the worst case, so that nothing is read. `off` is plain placement.
 
 Legend: R ranks, E experts, M experts a rank, S tokens a rank, J choices a token, L width, F expert width.
 """
@@ -13,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from multi_gpu_common import everywhere, replayed, say, seconds, timed
+from multi_gpu_common import RUN, captured, everywhere, once, say, seconds, spread
 from multi_gpu_ep_check import check, wide_check
-from multi_gpu_ep_layer import ACT, F, J, L, M, draw, plain
+from multi_gpu_ep_layer import ACT, F, J, L, M, draw, padded, plain
 
 from perilune.ops import moe
 from perilune.ops.moe import Dense
@@ -33,11 +34,23 @@ EXPERT_BYTES = 3 * L * F * 2
 
 def add_arguments(group: Any) -> None:
     group.add_argument("--ep-tokens", type=int, nargs="*", default=[8192, 1024])
-    group.add_argument("--ep-loads", nargs="*", default=["even", "lognormal 1", "share 0.75", "16 experts"])
+    group.add_argument(
+        "--ep-loads",
+        nargs="*",
+        default=["even", "lognormal 1", "share 0.75", "share 1", "16 experts"],
+    )
     group.add_argument(
         "--ep-layers",
         nargs="*",
-        default=["symmetric exact", "symmetric tolerant", "plain", "collective exact", "symmetric off"],
+        default=[
+            "symmetric exact",
+            "symmetric tolerant",
+            "plain",
+            "collective tolerant",
+            "symmetric off",
+            "padded",
+            "collective exact",
+        ],
     )
     group.add_argument("--ep-repeat", type=int, default=5)
     group.add_argument("--ep-seconds", type=float, default=200.0, help="after which no more is measured")
@@ -49,11 +62,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     deadline = seconds() + args.ep_seconds
     if args.ep_only != "times":
-        found["check"] = check()
+        found["check"] = check() | {"wide_relative_difference": wide_check()}
         say(found["check"])
-    if args.ep_only != "check":
-        found["wide_relative_difference"] = wide_check()
         torch.cuda.empty_cache()
+    if args.ep_only != "check":
         found["layers"] = []
         for tokens in args.ep_tokens:
             found["layers"] += measure(tokens, args.ep_loads, args.ep_layers, args.ep_repeat, deadline)
@@ -116,71 +128,100 @@ def measure(
     x, d_y = torch.randn(tokens, L, **new).requires_grad_(), torch.randn(tokens, L, **new)
     w = torch.rand(tokens, J, device="cuda").div_(J).requires_grad_()
     policies = {"exact": expert.exact(), "tolerant": expert.tolerant(0.02, 1024), "off": expert.off()}
+    loads = {kind: draw(kind, experts, tokens, J, seed=rank) for kind in kinds}
     found: dict[str, dict[str, Any]] = {kind: {"R": ranks, "S": tokens, "load": kind} for kind in kinds}
-    tensors = x, w, up, down, d_y
     for name in names:
+        if everywhere(seconds()) > deadline:
+            say(f"out of time before {name}")
+            break
         parallel: Any = None
         if name.startswith("symmetric"):
             policy = policies[name.split()[1]]
             parallel = DirectParallel(Symmetric(), experts, J, tokens, L, F, policy=policy)
         elif name.startswith("collective"):
             parallel = ExpertParallel(Collective(), experts, J, tokens, policies[name.split()[1]])
-        for kind in kinds:
-            if everywhere(seconds()) > deadline:
-                say(f"out of time before {name}, {kind}")
-                return list(found.values())
-            ids = draw(kind, experts, tokens, J, seed=rank)
-            try:
-                cell, before = one_cell(name, parallel, ids, tensors, repeat)
-            except Exception as error:
-                # Of all ranks, or the next collective times out; what is measured already stays.
-                say(f"{name}, {kind}, S {tokens}: {type(error).__name__}: {error}")
-                continue
-            found[kind] |= before
-            found[kind][name] = cell
+        try:
+            cells = layer_cells(name, parallel, loads, (x, w, up, down, d_y), repeat)
+        except Exception as error:
+            # Of all ranks, or the next collective times out; what is measured already stays.
+            say(f"{name}, S {tokens}: {type(error).__name__}: {error}")
+            continue
+        for kind, (cell, before) in cells.items():
+            found[kind] |= before | {name: {"run": RUN} | cell}
             say({"S": tokens, "load": kind, name: cell})
         del parallel
         torch.cuda.empty_cache()
     return list(found.values())
 
 
-def one_cell(
-    name: str, parallel: Any, ids: torch.Tensor, tensors: tuple[torch.Tensor, ...], repeat: int
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Times of one layer under one load; and how uneven the load is, where the layer plans it."""
-    x, w, up, down, d_y = tensors
-    weights, before = Dense(up, down), {}
+def layer_cells(
+    name: str, parallel: Any, loads: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], repeat: int
+) -> dict[str, tuple[dict[str, Any], dict[str, float]]]:
+    """Of each load: times of one layer, and how uneven the load is, where the layer plans it.
 
-    def forward() -> torch.Tensor:
+    Loads take turns, so that clocks that change change all of them; `symmetric` is one graph for all.
+    """
+    x, w, up, down, d_y = tensors
+    ids, weights = next(iter(loads.values())).clone(), Dense(up, down)
+    cells: dict[str, tuple[dict[str, Any], dict[str, float]]] = {kind: ({}, {}) for kind in loads}
+
+    def layer() -> torch.Tensor:
         if parallel is None:
-            return plain(x, w, ids, weights)
+            return (plain if name == "plain" else padded)(x, w, ids, weights)
         return expert.balanced_experts(parallel, x, w, weights, parallel.plan([ids]), ACT)
 
-    def both() -> None:
-        torch.autograd.grad(forward(), (x, w, up, down), d_y)
+    def forward() -> None:
+        with torch.no_grad():
+            layer()
 
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        cell: dict[str, Any] = {"forward_ms": timed(forward, repeat)}
-    cell["forward_backward_ms"] = timed(both, repeat)
-    # Without symmetric memory, which torch's allocator does not count.
-    cell["peak_GB"] = round(everywhere(torch.cuda.max_memory_allocated() / 1e9), 1)
-    if parallel is not None:
-        planned = parallel.plan([ids])
-        stats = parallel.stats(planned, 2 * L, EXPERT_BYTES)
-        cell |= {"after": round(stats.after, 4), "copies": stats.copies, "rule": stats.rule}
-        cell |= {"row_GB": round(stats.row_bytes / 1e9, 3), "copy_GB": round(stats.copy_bytes / 1e9, 3)}
-        cell["critical_copies"] = stats.critical_copies
-        before = {"rank_max_over_mean": round(stats.before, 4), "MaxVio": round(stats.max_vio, 3)}
+    def both() -> None:
+        torch.autograd.grad(layer(), (x, w, up, down), d_y)
+
+    for key, call in (("forward_ms", forward), ("forward_backward_ms", both)):
+        for kind, chosen in loads.items():
+            ids.copy_(chosen)
+            torch.cuda.reset_peak_memory_stats()
+            call()
+            # Without symmetric memory, which torch's allocator does not count.
+            cells[kind][0]["peak_GB"] = round(everywhere(torch.cuda.max_memory_allocated() / 1e9), 1)
+        run: Callable[[], None] = captured(call).replay if name.startswith("symmetric") else call
+        times: dict[str, list[float]] = {kind: [] for kind in loads}
+        for _ in range(repeat + 1):
+            for kind, chosen in loads.items():
+                ids.copy_(chosen)
+                times[kind].append(once(run))
+        for kind, values in times.items():
+            cells[kind][0][key] = spread(values[1:])
+        del run
+        torch.cuda.empty_cache()
+    for kind, chosen in loads.items():
+        if parallel is not None:
+            ids.copy_(chosen)
+            with torch.no_grad():
+                cells[kind] = balance(name, parallel, cells[kind][0], ids, (x, w), weights, repeat)
+    return cells
+
+
+def balance(
+    name: str,
+    parallel: Any,
+    cell: dict[str, Any],
+    ids: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    weights: Dense,
+    repeat: int,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """(the cell with what the plan did, and of `symmetric` the stages; how uneven the load is)."""
+    planned = parallel.plan([ids])
+    stats = parallel.stats(planned, 2 * L, EXPERT_BYTES)
+    cell = cell | {"after": round(stats.after, 4), "copies": stats.copies, "rule": stats.rule}
+    cell |= {"row_GB": round(stats.row_bytes / 1e9, 3), "copy_GB": round(stats.copy_bytes / 1e9, 3)}
+    cell["critical_copies"] = stats.critical_copies
     if name.startswith("symmetric"):
-        with torch.no_grad():
-            cell["graph_forward_ms"] = replayed(forward, repeat)
-        cell["graph_forward_backward_ms"] = replayed(both, repeat)
-        with torch.no_grad():
-            cell["stages_ms"] = stages(parallel, x.detach(), w.detach(), ids, weights, repeat)
-        cell["exposed_ms"] = round(cell["graph_forward_ms"]["median"] - cell["stages_ms"]["compute"], 3)
+        cell["stages_ms"] = stages(parallel, *inputs, ids, weights, repeat)
+        cell["exposed_ms"] = round(cell["forward_ms"]["median"] - cell["stages_ms"]["compute"], 3)
         cell["GBps"] = rates(cell, parallel, planned)
-    return cell, before
+    return cell, {"rank_max_over_mean": round(stats.before, 4), "MaxVio": round(stats.max_vio, 3)}
 
 
 def rates(cell: dict[str, Any], parallel: DirectParallel, planned: Any) -> dict[str, float]:
@@ -215,7 +256,7 @@ def plot(found: dict[str, Any], to: Path) -> None:
             points = [
                 (
                     row["rank_max_over_mean"],
-                    row[name].get("graph_forward_backward_ms", row[name]["forward_backward_ms"])["median"],
+                    row[name]["forward_backward_ms"]["median"],
                 )
                 for row in mine
                 if name in row

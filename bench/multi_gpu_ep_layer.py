@@ -1,4 +1,4 @@
-"""Inputs of the expert-parallel part of bench/multi_gpu.py, and the plain layer it is compared with.
+"""Inputs of the expert-parallel part of bench/multi_gpu.py, and the plain layers it is compared with.
 
 Legend: R ranks, E experts, M experts a rank, S tokens a rank, J choices a token, L width, F expert width.
 """
@@ -74,3 +74,34 @@ def plain(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, weights: Dense) -
     out = moe.experts(rows, weights, ends, ACT, row_weights_R=row_weights)
     returned = Exchange.apply(out.index_select(0, back), table[1], table[0])
     return moe.combine(returned, order, None, J)
+
+
+def padded(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, weights: Dense) -> torch.Tensor:
+    """`plain` with room for all choices of a rank in every message: nothing is read on the host."""
+    ranks, experts, choices = dist.get_world_size(), M * dist.get_world_size(), ids.numel()
+    order, offs = moe.permute(ids, experts)
+    counts_E = torch.diff(offs.long(), prepend=offs.new_zeros(1))
+    arriving = torch.empty_like(counts_E)
+    dist.all_to_all_single(arriving, counts_E)
+    # The place of each sorted choice: its rank's message, and how many of that rank's come before.
+    row_n = torch.arange(choices, device="cuda")
+    to_n = torch.searchsorted(offs[M - 1 :: M].contiguous(), row_n.int(), right=True)
+    first_R = torch.cat([offs.new_zeros(1), offs[M - 1 : -1 : M]])
+    place_n = to_n * choices + row_n - first_R[to_n]
+    same = [choices] * ranks
+
+    def send(rows: torch.Tensor) -> torch.Tensor:
+        room = rows.new_zeros(ranks * choices, *rows.shape[1:])
+        return Exchange.apply(room.index_copy(0, place_n, rows), same, same)
+
+    rows, row_weights = send(moe.dispatch(x, order, J)), send(w.reshape(-1).index_select(0, order))
+    # What is padding in a message counts as of an expert after all others.
+    ends_RM = arriving.view(ranks, M).cumsum(1)
+    expert_n = torch.searchsorted(ends_RM, row_n.expand(ranks, -1).contiguous(), right=True).reshape(-1)
+    by_expert = torch.argsort(expert_n, stable=True)
+    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(by_expert.shape[0], device="cuda"))
+    ends = arriving.view(ranks, M).sum(0).cumsum(0).int()
+    rows, row_weights = rows.index_select(0, by_expert), row_weights.index_select(0, by_expert)
+    out = moe.experts(rows, weights, ends, ACT, row_weights_R=row_weights)
+    returned = Exchange.apply(out.index_select(0, back), same, same)
+    return moe.combine(returned.index_select(0, place_n), order, None, J)

@@ -1,9 +1,10 @@
-"""Context parallelism, sharding and expert parallelism over several GPUs, a part of bench/multi_gpu.py.
+"""KDA context parallelism over several GPUs, a part of bench/multi_gpu.py; `step` is in multi_gpu_step.
 
-kcp: a KDA layer of Kimi-K3's shape (width 7168, --kcp-heads heads of 128, bfloat16) over R ranks against one rank. Weak
+check: KDA on slices of packed documents against one call, by both ways of exchanging states. kcp: a KDA layer of
+Kimi-K3's shape (width 7168, --kcp-heads heads of 128, bfloat16), one document, over R ranks against one rank. Weak
 scaling: T tokens a rank against T tokens on one; strong: T in all. `exchange` is the time of a layer's maps and states
-going round alone, with the bytes that a rank receives. step: forward and backward, for mini with the optimizer, under
-layouts. Times are those of the slowest rank, in milliseconds.
+going round alone, with the bytes that a rank receives. Times are those of the slowest rank, in milliseconds. What
+would not fit in memory, by the peak of a shorter run, is left out.
 """
 
 from __future__ import annotations
@@ -11,59 +12,36 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from multi_gpu_common import everywhere, say, seconds, timed
-from parallel import DEVICE, relative
+from multi_gpu_common import RUN, everywhere, say, seconds, timed, uncovered
+from multi_gpu_step import STEPS, steps
+from parallel import relative
 from parallel import run as run_kda
+from parallel_layers import DEVICE, kda_layer
 
 from perilune.config import ModelConfig
-from perilune.model import Transformer
 from perilune.model.parts import DEFAULT
 from perilune.ops import kda as kda_ops
 from perilune.ops.sequences import Sequences
 from perilune.parallel.context import context_parts, kcp
 from perilune.parallel.fragments import exchange_bytes, fold_backward, fold_forward
-from perilune.parallel.layout import KEPT
 from perilune.parallel.slices import cut_stream, take_slice
-from perilune.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
-from perilune.train.data import Batch
-from perilune.train.masters import Masters
-from perilune.train.optim import build_optimizers, clip_gradients
-from perilune.train.plan import plan
-from perilune.train.team import Team
 
-# 0 stands for all ranks.
-STEPS: dict[str, dict[str, dict[str, Any]]] = {
-    "mini": {
-        "dp": {"ep": 1},
-        "dp zero2": {"ep": 1, "zero": 2},
-        "dp zero3": {"ep": 1, "zero": 3},
-        "ep": {},
-        "ep zero3": {"zero": 3},
-        "cp": {"cp": 0, "ep": 1},
-        "tp": {"tp": 0, "ep": 1},
-        "pp": {"pp": 0},
-    },
-    "slice": {
-        "dp zero3": {"ep": 1, "zero": 3},
-        "ep zero3": {"zero": 3},
-        "cp ep zero3": {"cp": 0, "zero": 3},
-        "tp ep": {"tp": 0},
-    },
-}
-# Micro-batches of a step with pipeline stages.
-MICRO = 4
+# Up to so many tokens a rank everything is measured; longer runs get fewer repeats and nothing beside.
+SHORT = 131072
 
 
 def add_arguments(group: Any) -> None:
-    group.add_argument("--kcp-tokens", type=int, nargs="*", default=[32768, 131072])
+    group.add_argument("--kcp-tokens", type=int, nargs="*", default=[32768, 131072, 262144, 524288])
     group.add_argument("--kcp-heads", type=int, default=96)
     group.add_argument("--step-tokens", type=int, default=16384, help="a rank has of its own in a step")
     group.add_argument("--step-models", nargs="*", choices=list(STEPS), default=list(STEPS))
+    group.add_argument("--step-layouts", nargs="*", help="all of a model's by default")
     group.add_argument("--parallel-repeat", type=int, default=5)
     group.add_argument("--parallel-seconds", type=float, default=200.0, help="after which no more is measured")
     group.add_argument("--parallel-only", nargs="*", choices=["check", "kcp", "step"], default=["check", "kcp", "step"])
@@ -109,7 +87,11 @@ def check() -> dict[str, float]:
             cut = take_slice(cut_stream(whole, R, order), (rank,), DEVICE)
             rows = cut.rows_T.to(DEVICE)
             mine = [t[rows] for t in raw[:5]] + raw[5:]
-            got = run_kda(lambda *a, c=cut: kcp(*a[:-1], c, group=group), mine, gate, cut, d_o[rows])
+            got, other = (
+                run_kda(lambda *a, c=cut, w=way: kcp(*a[:-1], c, group=group, way=w), mine, gate, cut, d_o[rows])
+                for way in ("gather", "heads")
+            )
+            assert all(torch.equal(a, b) for a, b in zip(got, other, strict=True)), f"ways differ, {dtype}, {order}"
             weights = got[6:]
             for w in weights:
                 dist.all_reduce(w)
@@ -122,185 +104,130 @@ def check() -> dict[str, float]:
     return found
 
 
-def kcp_layers(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
+def kcp_layers(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     R, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    config = ModelConfig.from_pretrained("kimi-k3")
-    config = dataclasses.replace(
-        config,
-        num_layers=1,
-        dense_layers=1,
-        kda=dataclasses.replace(config.kda, layers=(0,), num_heads=args.kcp_heads),
-        mla=dataclasses.replace(config.mla, layers=()),
-        hf_extra={},
-        hf_present=None,
-    )
-    with torch.device("meta"):
-        attn = Transformer(config).layers[0].attn
-    attn = attn.to_empty(device=DEVICE).bfloat16()
-    for name, p in attn.named_parameters():
-        p.data.normal_(0, 0.02)
-        p.data = p.data.float() + (1 if name == "o_norm_K" else 0) if name in KEPT else p.data
+    attn = kda_layer(args.kcp_heads)
     parts = context_parts(DEFAULT, group)
-    found = []
+    ways = {
+        "one": DEFAULT,
+        "two": parts,
+        "heads": dataclasses.replace(parts, kda=partial(kcp, group=group, way="heads")),
+    }
+    measured: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def measure(name: str, tokens: int) -> dict[str, Any]:
+        """Of `tokens` on every rank, alone or as a slice."""
+        if (name, tokens) not in measured:
+            sequences = Sequences.from_lengths([tokens], device=DEVICE)
+            if name != "one":
+                sequences = take_slice(cut_stream(Sequences.from_lengths([tokens * R]), R), (rank,), DEVICE)
+            peaks = {n: cell["peak_GB"] for (other, n), cell in measured.items() if (other == "one") == (name == "one")}
+            measured[name, tokens] = layer(attn, sequences, ways[name], peaks, args.parallel_repeat)
+            say({name: tokens} | measured[name, tokens])
+        return measured[name, tokens]
+
+    found: list[dict[str, Any]] = []
     for tokens in args.kcp_tokens:
         if everywhere(seconds() - deadline) > 0:
             break
-        one = Sequences.from_lengths([tokens], device=DEVICE)
-        cuts = {
-            "one": (one, DEFAULT),
-            "weak": (take_slice(cut_stream(Sequences.from_lengths([tokens * R]), R), (rank,), DEVICE), parts),
-            "strong": (take_slice(cut_stream(one, R), (rank,), DEVICE), parts),
-        }
-        row: dict[str, Any] = {"tokens": tokens, "heads": args.kcp_heads, "ranks": R}
-        for name, (sequences, chosen) in cuts.items():
-            x = torch.randn(sequences.total, config.hidden_size, device=DEVICE).bfloat16()
-            d_y = torch.randn_like(x)
-
-            def forward(x: Any = x, s: Any = sequences, c: Any = chosen) -> None:
-                with torch.no_grad():
-                    attn(x, s, c)
-
-            def both(x: Any = x, s: Any = sequences, c: Any = chosen, d_y: Any = d_y) -> None:
-                leaf = x.detach().requires_grad_()
-                attn(leaf, s, c)[0].backward(d_y)
-                for p in attn.parameters():
-                    p.grad = None
-
-            for kind, call in (("forward", forward), ("both", both)):
-                row[f"{name} {kind}"] = timed(call, args.parallel_repeat)
-            del x, d_y
-            torch.cuda.empty_cache()
+        cells = {"one": measure("one", tokens), "strong": measure("two", tokens // R), "weak": measure("two", tokens)}
+        if tokens <= SHORT:
+            cells["weak heads"] = measure("heads", tokens)
+        row: dict[str, Any] = {"run": RUN, "tokens": tokens, "heads": args.kcp_heads, "ranks": R}
+        for name, cell in cells.items():
+            row |= {f"{name} {key}": value for key, value in cell.items()}
         for kind in ("forward", "both"):
-            base = row[f"one {kind}"]["median"]
-            row[f"weak efficiency {kind}"] = round(base / row[f"weak {kind}"]["median"], 4)
-            row[f"strong efficiency {kind}"] = round(base / row[f"strong {kind}"]["median"] / R, 4)
-        found.append(row | exchange(cuts["weak"][0], args))
-        say(found[-1])
-    return found
+            for name, share in (("weak", 1), ("strong", R)):
+                if f"one {kind}" in row and f"{name} {kind}" in row:
+                    ratio = row[f"one {kind}"]["median"] / row[f"{name} {kind}"]["median"]
+                    row[f"{name} efficiency {kind}"] = round(ratio / share, 4)
+        found.append(row)
+        say(row)
+    cut = take_slice(cut_stream(Sequences.from_lengths([128 * R]), R), (rank,), DEVICE)
+    return {"layers": found, "exchange": {way: exchange(cut, args, way) for way in ("gather", "heads")}}
 
 
-def exchange(cut: Any, args: argparse.Namespace) -> dict[str, Any]:
+def layer(attn: Any, sequences: Any, parts: Any, peaks: dict[int, dict[str, float]], repeat: int) -> dict[str, Any]:
+    """Times of a layer over these tokens, forward and with the backward pass, their peaks of memory, and by the
+    profiler what of the latter was exposed. peaks: of other lengths."""
+    tokens = sequences.total
+    x = torch.randn(tokens, attn.q_proj.in_features, device=DEVICE).bfloat16()
+
+    def forward() -> None:
+        with torch.no_grad():
+            attn(x, sequences, parts)
+
+    def both() -> None:
+        leaf = x.detach().requires_grad_()
+        # Any gradient does, and this one takes no time to draw.
+        attn(leaf, sequences, parts)[0].backward(x)
+        for p in attn.parameters():
+            p.grad = None
+
+    row: dict[str, Any] = {"peak_GB": {}}
+    memory = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
+    longest = max(peaks, default=0)
+    short = tokens <= SHORT
+    for kind, call in (("forward", forward), ("both", both)):
+        known = peaks.get(longest, {}).get(kind)
+        if not short and (known is None or known * tokens / longest > 0.97 * memory):
+            continue
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            row[kind] = timed(call, repeat if short else 2, 2 if short else 1)
+        except torch.OutOfMemoryError:
+            # On all ranks: they do the same.
+            continue
+        row["peak_GB"][kind] = round(everywhere(torch.cuda.max_memory_allocated() / 1e9), 2)
+    if short and parts is not DEFAULT:
+        row["exposed"] = uncovered(both)
+    return row
+
+
+def exchange(cut: Any, args: argparse.Namespace, way: Any) -> dict[str, Any]:
     H, K, group = args.kcp_heads, 128, dist.group.WORLD
     M, B = (torch.randn(len(cut.mine), H, K, K, device=DEVICE) / 12 for _ in range(2))
-    kept = fold_forward(M, B, cut, group).M_PHKK
+    kept = fold_forward(M, B, cut, group, way).M_PHKK
     return {
-        "exchange forward": timed(lambda: fold_forward(M, B, cut, group), args.parallel_repeat),
-        "exchange backward": timed(lambda: fold_backward(B, kept, cut, group), args.parallel_repeat),
-        "exchange bytes": exchange_bytes(cut.spans, H, K, K),
+        "forward": timed(lambda: fold_forward(M, B, cut, group, way), args.parallel_repeat),
+        "backward": timed(lambda: fold_backward(B, kept, cut, group, way), args.parallel_repeat),
+        "bytes": exchange_bytes(cut.spans, H, K, K, way=way),
     }
 
 
-def steps(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
-    found = []
-    R = dist.get_world_size()
-    for name in args.step_models:
-        for layout, parallel in STEPS[name].items():
-            if everywhere(seconds() - deadline) > 0:
-                return found
-            chosen = {key: R if value == 0 else value for key, value in parallel.items()}
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            config = settings(name, chosen, args.step_tokens, R)
-            call = training_step(config, shape_of(name))
-            row = {"model": name, "layout": layout, "ms": timed(call, args.parallel_repeat)}
-            row["peak_GB"] = round(everywhere((torch.cuda.max_memory_allocated() - before) / 1e9), 2)
-            rank = plan(config, shape_of(name), R).fullest
-            predicted = rank.total - (rank.optimizer if name == "slice" else 0)
-            row["planned_GB"] = round(predicted / 1e9, 2)
-            row["planned_activations_GB"] = round(rank.activations / 1e9, 2)
-            tokens = config.data.batch_tokens * config.accumulate
-            row |= {"tokens": tokens, "tokens_per_second": round(tokens / row["ms"]["median"] * 1000)}
-            found.append(row)
-            say(row)
-            del call
-    return found
-
-
-def settings(name: str, parallel: dict[str, Any], tokens: int, ranks: int) -> TrainConfig:
-    """A run whose ranks have so many tokens each; with stages in MICRO pieces."""
-    cp, tp, pp = (parallel.get(axis, 1) for axis in ("cp", "tp", "pp"))
-    micro = MICRO if pp > 1 else 1
-    data = DataConfig(batch_tokens=tokens * cp * tp * pp // micro, sequence_tokens=4096)
-    parallel_config = ParallelConfig(policy="tolerant", timeout=100.0, **parallel)
-    accumulate = micro * ranks // (cp * tp * pp)
-    return TrainConfig(model=name, dtype="bfloat16", accumulate=accumulate, data=data, parallel=parallel_config)
-
-
-def shape_of(name: str) -> ModelConfig:
-    """`mini`, or Kimi-K3's widths with 4 layers, 56 experts and a vocabulary of 8192."""
-    if name == "mini":
-        return ModelConfig.from_pretrained("mini")
-    config = ModelConfig.from_pretrained("kimi-k3")
-    return dataclasses.replace(
-        config,
-        num_layers=4,
-        vocab_size=8192,
-        kda=dataclasses.replace(config.kda, layers=(0, 1, 2)),
-        mla=dataclasses.replace(config.mla, layers=(3,)),
-        moe=dataclasses.replace(config.moe, num_experts=56),
-        quant=None,
-        hf_extra={},
-        hf_present=None,
-    )
-
-
-def training_step(config: TrainConfig, shape: ModelConfig) -> Callable[[], None]:
-    """One step on random tokens. The slice takes no optimizer step: its states would not fit."""
-    team = Team(config.parallel, DEVICE)
-    with torch.device("meta"):
-        net = Transformer(shape)
-    torch.manual_seed(0)
-    for module in net.modules():
-        for key, p in list(module.named_parameters(recurse=False)):
-            dtype = torch.float32 if key in KEPT else torch.bfloat16
-            whole = torch.empty(p.shape, dtype=dtype, device=DEVICE).normal_(0, 0.02)
-            setattr(module, key, torch.nn.Parameter(whole + 1 if "norm" in key else whole))
-        for key, b in list(module.named_buffers(recurse=False)):
-            setattr(module, key, torch.zeros(b.shape, device=DEVICE))
-    T = config.data.batch_tokens
-    net = team.spread(net, T)
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    masters = None
-    if config.model == "mini":
-        masters = Masters(net)
-        heads, spread = team.matrices(net, masters.params)
-        optimizers = build_optimizers(masters.params, heads, OptimConfig(), spread)
-    generator = torch.Generator(DEVICE).manual_seed(team.mesh.data[0])
-    sequences = Sequences.from_lengths([min(T, 4096)] * max(T // 4096, 1), device=DEVICE)
-    batches = []
-    for _ in range(config.accumulate // team.mesh.data[1]):
-        ids = torch.randint(shape.vocab_size, (T + 1,), device=DEVICE, generator=generator)
-        batches.append(Batch(ids[:-1], ids[1:], torch.ones(T, dtype=torch.bool, device=DEVICE), sequences))
-
-    def step() -> None:
-        team.passes(net, batches, T * config.accumulate, 4096 * 8192, lambda stats: None)
-        if masters is None:
-            for p in net.parameters():
-                p.grad = None
-        else:
-            masters.take_gradients()
-            team.add_gradients(masters.params)
-            clip_gradients(masters.params.values(), 1.0, team.copies(masters.params), team.add_squares)
-            for optimizer in optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            masters.write_back()
-        team.expert_stats()
-
-    return step
-
-
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Time of a KDA layer over its tokens: one rank, weak and strong scaling."""
+    """A KDA layer over its tokens (one rank, weak and strong scaling), and the parts of each model's training step."""
+    import matplotlib
+
+    matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    rows = result["kcp"]
-    tokens = [row["tokens"] for row in rows]
-    for name, label in (("one", "T on one rank"), ("weak", "T on each rank"), ("strong", "T over all ranks")):
-        axes.plot(tokens, [row[f"{name} both"]["median"] for row in rows], marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="ms", title="KDA layer, forward and backward")
-    axes.legend()
+    models = list(dict.fromkeys(row["model"] for row in result["step"]))
+    figure, panels = pyplot.subplots(1, 1 + len(models), figsize=(4.5 * (1 + len(models)), 3.8))
+    for name, label in (("one", "T on one GPU"), ("weak", "T on each GPU"), ("strong", "T over all GPUs")):
+        rows = [row for row in result["kcp"]["layers"] if f"{name} both" in row]
+        times = [row[f"{name} both"]["median"] for row in rows]
+        panels[0].plot([row["tokens"] for row in rows], times, marker="o", label=label)
+    panels[0].set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="ms", title="KDA layer, forward and backward")
+    panels[0].legend()
+    for panel, model in zip(panels[1:], models, strict=True):
+        bars(panel, [row for row in result["step"] if row["model"] == model and "exposed" in row])
+        panel.set(xlabel="us a token", title=f"Training step of {model}")
     figure.tight_layout()
-    figure.savefig(file)
+    figure.savefig(file, metadata={"Date": None})
+
+
+def bars(panel: Any, rows: list[dict[str, Any]]) -> None:
+    """Time a token of each layout; its parts as in the step that the profiler saw."""
+    start = [0.0] * len(rows)
+    for part, label in ((None, "computing"), ("nccl", "NCCL alone"), ("idle", "idle")):
+        widths = []
+        for row in rows:
+            seen = row["exposed"]
+            share = (seen["call"] - seen["nccl"] - seen["idle"] if part is None else seen[part]) / seen["call"]
+            widths.append(max(0.0, share) * row["ms"]["median"] * 1e3 / row["tokens"])
+        panel.barh([row["layout"] for row in rows], widths, left=start, label=label)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    panel.invert_yaxis()
+    panel.legend()

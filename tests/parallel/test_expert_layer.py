@@ -409,3 +409,29 @@ def test_copies_that_travel_as_mxfp4(on_grid: bool) -> None:
         assert ((plain[0] != packed[0]).any(1) == away).all()
     with pytest.raises(Error, match="copy_rule is 'odd'; allowed: None, "):
         ExpertParallel(Local(4), EXPERTS, TOP_K, 8, copy_rule="odd")
+
+
+def test_products_see_few_numbers_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for the number of experts, which must not follow the number of copies."""
+    ranks, experts, tokens = 2, 96, 200
+    home = experts // ranks
+    seen, used = set(), set()
+    for name in ("experts", "experts_backward"):
+        call, at = getattr(moe, name), 2 if name == "experts" else 3
+
+        def spy(*args: torch.Tensor, call: Callable[..., object] = call, at: int = at, **options: object) -> object:
+            seen.add(args[at].shape[0])
+            return call(*args, **options)
+
+        monkeypatch.setattr(moe, name, spy)
+    generator = torch.Generator().manual_seed(0)
+    weights = Dense(torch.randn(experts, 16, 8, generator=generator), torch.randn(experts, 8, 8, generator=generator))
+    for hot in range(1, home + 1, 2):
+        x = torch.randn(2 * tokens, 8, generator=generator).requires_grad_()
+        parallel = ExpertParallel(Local(ranks), experts, 1, tokens)
+        planned = parallel.plan([torch.randint(hot, (tokens, 1), generator=generator) for _ in range(ranks)])
+        used.add(len(planned.slots[1]))
+        y = expert.balanced_experts(parallel, x, torch.ones(2 * tokens, 1), weights, planned, ACT)
+        y.backward(torch.ones_like(y))
+    assert len(used) > 8
+    assert seen == {home, 16, 32}

@@ -125,4 +125,6 @@ def test_destination_rows_equal_the_reference(shape: tuple[int, int, int, int]) 
         got = destination_rows(there, x.to(DEVICE), earlier_CE, rank, rows)
         where, row = destinations(plan, x, rank)
         assert torch.equal(got.long().cpu(), torch.where(where >= 0, where * rows + row, -1))
+        for a, b in zip(destinations(there, x.to(DEVICE), rank, earlier_CE), (where, row), strict=True):
+            assert torch.equal(a.cpu(), b)
     assert not flag.item()

@@ -203,7 +203,7 @@ def _halves(
     parallel, planned, kind = run[0], run[1], run[4]
     rank = parallel.transport.held[held_index]
     ends_G, cut = planned.plan.ends_RG[rank], planned.own_rows[rank]
-    home, used = parallel.home, len(planned.slots[rank])
+    home, used = parallel.home, copies[0].shape[0]
     if not used:
         return [(rows_NL, weights_N, kind(*own), ends_G[:home])]
     return [
@@ -223,8 +223,9 @@ def _keep(rows_NL: torch.Tensor, out_NL: torch.Tensor) -> None:
 
 
 def _used(planned: Planned, parallel: ExpertParallel, held_index: int, copies: Copies) -> Weights:
-    """The slots that hold something: no gradients are made for the others."""
+    """The slots that hold something, and idle ones up to the next of few numbers: kernels are compiled for a number."""
     used = len(planned.slots[parallel.transport.held[held_index]])
+    used = min(max(16, 1 << (used - 1).bit_length()), parallel.slots) if used else 0
     return tuple(t[:used] for t in copies.weights(held_index))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from perilune.config import Activation
 from perilune.errors import Error
 from perilune.ops.moe import Dense, Packed, Routing
+from perilune.ops.names import is_replay
 from perilune.parallel.expert.layer import balanced_experts, even_split
 from perilune.parallel.expert.stats import Stats
 from perilune.parallel.expert.steps import ExpertParallel
@@ -53,7 +54,8 @@ class Mixture:
             raise Error("quant.activations is 'all'; experts on several ranks allow 'none' and 'inputs'")
         sizes = even_split(z_TL.shape[0], len(self.parallel.transport.held))
         planned = self.parallel.plan(routing.ids_TJ.split(sizes))
-        self.planned.append(planned)
+        if not is_replay():
+            self.planned.append(planned)
         if isinstance(weights, Dense):
             one = weights.gate_up_E2FL[0].numel() + weights.down_ELF[0].numel()
             copy_bytes = self.parallel.copy_bytes(one, weights.down_ELF.element_size())

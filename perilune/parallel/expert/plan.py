@@ -85,13 +85,24 @@ def lay_out(counts_RE: torch.Tensor, allocation: Allocation, slots: int, align: 
     return Plan(counts_RE, alloc_RE, allocation.rule, slots_RB, ends_RG.to(torch.int32), rows_RG, starts_RE)
 
 
-def destinations(plan: Plan, ids_TJ: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def destinations(
+    plan: Plan, ids_TJ: torch.Tensor, rank: int, earlier_CE: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(rank_TJ, row_TJ) int64: where each choice of source `rank` is computed; -1, -1 for an id of -1.
 
     A pure function of the plan and the rank's own ids (int64, counted in plan.counts_RE), without host reads.
+    earlier_CE: what `counted` gave for these ids.
     """
     if ids_TJ.numel() == 0:
         return torch.empty_like(ids_TJ), torch.empty_like(ids_TJ)
+    if earlier_CE is not None:
+        from perilune.parallel.expert.rows_triton import destination_rows
+
+        # Both in one number, which no row of a buffer reaches.
+        room = (2**31 - 1) // plan.ranks
+        both_TJ = destination_rows(plan, ids_TJ, earlier_CE, rank, room).long()
+        routed_TJ = both_TJ >= 0
+        return torch.where(routed_TJ, both_TJ // room, -1), torch.where(routed_TJ, both_TJ % room, -1)
     local_RE = torch.minimum(plan.counts_RE, plan.alloc_RE)
     # Where a source's remaining choices begin, and a destination's remaining rows end, on expert e's own number line.
     begin_E = (plan.counts_RE - local_RE)[:rank].sum(0)
@@ -121,6 +132,15 @@ def destinations(plan: Plan, ids_TJ: torch.Tensor, rank: int) -> tuple[torch.Ten
     )
 
 
+def counted(ids_TJ: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(`count`, and on CUDA what kernels counted on the way and `destinations` needs again)."""
+    if ids_TJ.device.type != "cuda":
+        return count(ids_TJ, experts), None
+    from perilune.parallel.expert.rows_triton import count_choices
+
+    return count_choices(ids_TJ, experts, torch.zeros(1, dtype=torch.int32, device=ids_TJ.device))
+
+
 def count(ids_TJ: torch.Tensor, experts: int) -> torch.Tensor:
     """int64 [E]: choices of each expert; ids of -1 are not counted."""
     counts_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TJ.device)
@@ -135,4 +155,4 @@ def _index_in_expert(id_n: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.empty_like(id_n).scatter_(0, order_n, place_n)
 
 
-__all__ = ["Plan", "count", "destinations", "lay_out", "plan"]
+__all__ = ["Plan", "count", "counted", "destinations", "lay_out", "plan"]

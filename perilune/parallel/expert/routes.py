@@ -44,12 +44,17 @@ class Source:
     sizes: torch.Tensor
 
 
-def source_of(plan: Plan, ids_TJ: torch.Tensor, rank: int) -> Source:
-    """What a source sends: choices by destination, payloads, and to each destination (row, payload) of each choice."""
+def source_of(plan: Plan, ids_TJ: torch.Tensor, rank: int, earlier_CE: torch.Tensor | None = None) -> Source:
+    """What a source sends: choices by destination, payloads, and to each destination (row, payload) of each choice.
+
+    earlier_CE: as for `destinations`.
+    """
     top_k, ranks = ids_TJ.shape[1], plan.ranks
-    rank_TJ, row_TJ = destinations(plan, ids_TJ, rank)
-    # What is not routed goes to rank R, after all others.
-    rank_n, choice_n = torch.where(rank_TJ < 0, ranks, rank_TJ).reshape(-1).sort(stable=True)
+    rank_TJ, row_TJ = destinations(plan, ids_TJ, rank, earlier_CE)
+    # What is not routed goes to rank R, after all others. Short keys are sorted in fewer passes.
+    key_n = torch.where(rank_TJ < 0, ranks, rank_TJ).reshape(-1).to(torch.uint8 if ranks < 256 else torch.int32)
+    rank_n, choice_n = key_n.sort(stable=True)
+    rank_n = rank_n.long()
     token_n = choice_n // top_k
     first_n = torch.ones_like(rank_n, dtype=torch.bool)
     first_n[1:] = (rank_n[1:] != rank_n[:-1]) | (token_n[1:] != token_n[:-1])

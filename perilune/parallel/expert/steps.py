@@ -20,7 +20,7 @@ from perilune.ops import moe
 from perilune.ops.mx import BLOCK, RULES, decode_mxfp4, encode_mxfp4
 from perilune.ops.precision import widen
 from perilune.parallel.expert.capacity import worst_case_rows
-from perilune.parallel.expert.plan import Plan, count, slots_for
+from perilune.parallel.expert.plan import Plan, counted, slots_for
 from perilune.parallel.expert.plan import plan as make_plan
 from perilune.parallel.expert.policy import Policy, exact
 from perilune.parallel.expert.routes import Route, column, global_payload, padding, source_of
@@ -97,9 +97,15 @@ class ExpertParallel:
             raise Error(f"plan: ids of {len(ids)} ranks; this process holds {len(held)}")
         checked = [self._checked(x) for x in ids]
         # The last number says that this rank's ids are refused, so that all ranks stop together.
-        counts_RE1 = self.transport.gather([torch.cat([count(x, self.experts), bad]) for x, bad in checked])
+        counts = [counted(x, self.experts) for x, _ in checked]
+        counts_RE1 = self.transport.gather(
+            [torch.cat([counts_E, bad]) for (counts_E, _), (_, bad) in zip(counts, checked, strict=True)]
+        )
         plan = make_plan(counts_RE1[:, :-1].contiguous(), self.policy, self.domains, self.align)
-        sources = [source_of(plan, x, rank) for (x, _), rank in zip(checked, held, strict=True)]
+        sources = [
+            source_of(plan, x, rank, earlier_CE)
+            for (x, _), (_, earlier_CE), rank in zip(checked, counts, held, strict=True)
+        ]
         sizes_R2R = self.transport.gather([source.sizes for source in sources])
         ends_RG = plan.ends_RG.long()
         own_R1, all_R1 = ends_RG[:, self.home - 1].unsqueeze(1), ends_RG.amax(1, keepdim=True)

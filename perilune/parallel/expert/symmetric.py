@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,6 +91,7 @@ class Symmetric:
         self._milliseconds = round(timeout * 1e3)
         self._handle: Any = None
         self._handle = self._rendezvous(torch.uint8, (16,))[1]
+        self._waited = [self._handle]  # whose signals somebody may wait for
 
     def share(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         mine, handle = self._rendezvous(dtype, shape)
@@ -96,6 +99,40 @@ class Symmetric:
         if any(address % 16 for address in peers):
             raise Error("symmetric: a buffer does not begin at a multiple of 16 bytes")
         return Shared((mine,), torch.tensor(peers, dtype=torch.int64, device=self.device))
+
+    def adder(self, numbers: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that adds tensors over the ranks: y of each -> the sum, in memory of its own.
+
+        y: at most so many numbers, a multiple of 16 bytes, bfloat16 or float32. One kernel, fit for a CUDA graph: every
+        rank reads what all have and adds it in the order of the ranks, so all get the same bits. It waits for the
+        others without end.
+        """
+        room, handle = self._rendezvous(dtype, (numbers,))
+        self._waited.append(handle)
+        name: Any = self.group.group_name
+
+        def add(y: torch.Tensor) -> torch.Tensor:
+            mine = room[: y.numel()].view(y.shape)
+            summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, y.contiguous(), "sum", name)
+            return summed
+
+        return add
+
+    def release(self, seconds: float) -> None:
+        """After a rank has ended: for so long, let kernels here that wait for it go on; their results are worthless."""
+        (mine,), end = self.held, time.monotonic() + seconds
+        torch.cuda.set_device(self.device)
+        with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
+            pads = [
+                (rank == mine, handle.get_signal_pad(rank, [handle.signal_pad_size // 4], torch.int32))
+                for handle in self._waited
+                for rank in range(self.ranks)
+            ]
+            while time.monotonic() < end:
+                for own, pad in pads:
+                    # Who waits for a signal finds it here; who gives one finds the last one taken.
+                    pad.fill_(1 if own else 0)
+                torch.cuda.current_stream().synchronize()
 
     def barrier(self, channel: int = 0) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._milliseconds)
