@@ -90,7 +90,20 @@ def table(plan: Plan, room: int) -> str:
         least, most_bytes = min(plan.hops), max(plan.hops)
         lines.append(f"a hop of one micro-batch: {in_bytes(least)} to {in_bytes(most_bytes)}")
         lines.append(f"a pipeline rank waits {plan.bubble:.1%} of a step")
+        lines += loans(plan)
     return "\n".join(lines)
+
+
+def loans(plan: Plan) -> list[str]:
+    """What a memory plan with `peer` would move between stages."""
+    if not plan.loans:
+        return ["", "all stages are equally full: nothing for a memory plan to keep on a peer"]
+    before, held = [rank.total for rank in plan.ranks], plan.levelled
+    lines = ["", "a memory plan with 'peer' keeps activations of one stage on another's rank"]
+    for loan in plan.loans:
+        lines.append(f"  of stage {loan.borrower} on stage {loan.lender:<17}{in_bytes(loan.bytes):>12}")
+    spread = [f"{in_bytes(min(of))} to {in_bytes(max(of))}" for of in (before, held)]
+    return [*lines, f"  a rank's total: {spread[0]} without, {spread[1]} with them"]
 
 
 def verdict(size: int, room: int) -> str:

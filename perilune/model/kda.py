@@ -57,9 +57,10 @@ class KdaLayer(nn.Module):
         conv_TC, _ = parts.conv(u_TC, self.conv_CW, sequences, window)
         keep("kda.qkv", conv_TC, lambda u_TC: parts.conv(u_TC, self.conv_CW, sequences, window)[0], u_TC)
         q_THK, k_THK, v_THK = (s.unflatten(-1, (self.heads, self.dim)) for s in conv_TC.chunk(3, dim=-1))
-        g_raw_THK = linear(linear(x_TD, self.f_a_proj.weight), self.f_b_proj.weight).unflatten(-1, (-1, self.dim))
-        keep("kda.g", g_raw_THK)
+        of_g = (linear(x_TD, self.f_a_proj.weight), self.f_b_proj.weight)
+        g_raw_THK = keep("kda.g", linear(*of_g), linear, *of_g).unflatten(-1, (-1, self.dim))
         beta_TH = linear(x_TD, self.b_proj.weight)
+        gate = parts.beside(lambda: self.output_gate(x_TD, parts), x_TD.device)
         if states is None:
             tensors = (q_THK, k_THK, v_THK, g_raw_THK, beta_TH, self.A_log_H, self.dt_bias_HK)
             o_THK = region("kda.core", lambda *x: parts.kda(*x, self.gate, None, sequences)[0], *tensors)
@@ -71,7 +72,7 @@ class KdaLayer(nn.Module):
             new = _Tokens(q_THK, k_THK, v_THK.to(k_THK.dtype), g_THK, beta_TH)
             o_THK, after = _advance(new, u_TC, sequences, states, self.gate.lower_bound)
             o_THK = o_THK.to(x_TD.dtype)
-        gate_THK = self.output_gate(x_TD, parts).unflatten(-1, (self.heads, self.dim))
+        gate_THK = gate().unflatten(-1, (self.heads, self.dim))
         parts_of_o = (keep("kda.o", o_THK), self.o_norm_K, keep("kda.gate", gate_THK), self.eps)
         o_THK = keep("kda.normed", gated_rms_norm(*parts_of_o), gated_rms_norm, *parts_of_o)
         return linear(o_THK.flatten(-2), self.o_proj.weight), after

@@ -53,7 +53,7 @@ class MlaLayer(nn.Module):
         states: Sequence[MlaState | PagedRows] | None = None,
     ) -> tuple[torch.Tensor, list[MlaState | PagedRows] | None, torch.Tensor]:
         """x_TD -> (y_TD, successors of `states` or None, exact largest logit of each head, float32 or wider [H])."""
-        q_THQ = keep("mla.q", self.queries(x_TD, parts)).unflatten(-1, (self.heads, self.nope + self.rope))
+        q_THQ = self.queries(x_TD, parts).unflatten(-1, (self.heads, self.nope + self.rope))
         c_TR, k_rope_TO = parts.linear(x_TD, self.kv_a_proj.weight).split([self.rank, self.rope], dim=-1)
         rows_TL = torch.cat([rms_norm(c_TR, self.kv_a_norm, self.eps), k_rope_TO], dim=-1)
         after = None
@@ -77,9 +77,9 @@ class MlaLayer(nn.Module):
     def queries(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
         """[T, H * Q], each head's nope part before its rope part."""
         if hasattr(self, "q_proj"):
-            return parts.linear(x_TD, self.q_proj.weight)
+            return keep("mla.q", parts.linear(x_TD, self.q_proj.weight))
         q_TR = rms_norm(parts.linear(x_TD, self.q_a_proj.weight), self.q_a_norm, self.eps)
-        return parts.linear(q_TR, self.q_b_proj.weight)
+        return keep("mla.q", parts.linear(q_TR, self.q_b_proj.weight), parts.linear, q_TR, self.q_b_proj.weight)
 
     def keys_values(self, rows_SL: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache rows -> k_SHQ and v_SHV."""

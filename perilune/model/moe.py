@@ -13,6 +13,7 @@ from torch import nn
 
 from perilune.config import Activation, ModelConfig
 from perilune.model.parts import Parts
+from perilune.ops import few
 from perilune.ops import moe as moe_ops
 from perilune.ops.activation import glu
 from perilune.ops.mx import BLOCK, fake_quantize
@@ -32,6 +33,9 @@ class DenseMlp(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, parts: Parts) -> torch.Tensor:
         """x_TD -> y_TD."""
+        if few.fits(x_TD, self.gate_proj.weight):
+            a_TF = few.glu(x_TD, self.gate_proj.weight, self.up_proj.weight, self.activation)
+            return parts.linear(a_TF, self.down_proj.weight)
         gate_TF, up_TF = parts.linear(x_TD, self.gate_proj.weight), parts.linear(x_TD, self.up_proj.weight)
         inputs = (keep("mlp.gate", gate_TF), keep("mlp.up", up_TF), self.activation)
         return parts.linear(keep("mlp.a", glu(*inputs), glu, *inputs), self.down_proj.weight)

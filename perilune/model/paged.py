@@ -30,6 +30,8 @@ from perilune.ops.mla import append_rows_inplace, choose_split, paged_attention,
 from perilune.ops.norm import gated_rms_norm, rms_norm
 from perilune.ops.sequences import Sequences
 
+PREFIX_STEP, PREFIX_BYTES = 8192, 1 << 31
+
 
 @dataclass(frozen=True)
 class KdaSlots:
@@ -262,6 +264,7 @@ def _mla(
             batch.prefilling.table_MNW[rank],
             expand,
             attn.scale,
+            piece=prefix_piece(batch.prefilling.sequences.count, attn),
             row_scale=row_scale,
         )
         outputs.append(o_THV)
@@ -271,4 +274,11 @@ def _mla(
     return linear(o_TX, attn.o_proj.weight)
 
 
-__all__ = ["Decoding", "KdaSlots", "PagedBatch", "Prefilling", "accept_inplace", "paged_hidden"]
+def prefix_piece(sequences: int, attn: MlaLayer) -> int:
+    """Cached rows of each sequence that are expanded at a time: many, since what attention to each piece gives has to
+    be merged, but `PREFIX_BYTES` of keys and values together."""
+    row_bytes = attn.heads * (attn.nope + attn.rope + attn.v_dim) * 2
+    return max(PREFIX_STEP, PREFIX_BYTES // (sequences * row_bytes) // PREFIX_STEP * PREFIX_STEP)
+
+
+__all__ = ["Decoding", "KdaSlots", "PagedBatch", "Prefilling", "accept_inplace", "paged_hidden", "prefix_piece"]

@@ -18,6 +18,7 @@ from perilune.ops import mla as mla_ops
 from perilune.ops import moe as moe_ops
 from perilune.ops.conv import short_conv
 from perilune.ops.linear import linear, linear_exact
+from perilune.ops.names import remade
 from perilune.ops.sequences import Sequences
 
 
@@ -31,12 +32,15 @@ def mixture(
     """y_TL: each token through its experts, all of them here, added in choice order.
 
     A routing weight multiplies its expert's activation, and the experts spread z themselves: kept for the backward
-    pass are z and the order, neither rows nor outputs.
+    pass are z and the order, neither rows nor outputs; and where a memory plan keeps `moe.h`, the gate and up products.
     """
     top_k = routing.ids_TJ.shape[1]
     order_R, offs_E = moe_ops.permute(routing.ids_TJ, routing.scores_TE.shape[1])
     row_weights_R = routing.weights_TJ.reshape(-1).index_select(0, order_R)
-    rows_RL = experts(z_TL, weights, offs_E, activation, row_weights_R=row_weights_R, order_R=order_R)
+    gate_up = weights.gate_up_E2FL if isinstance(weights, moe_ops.Dense) else weights.gate_up_codes
+    again = remade("moe.h", order_R.shape[0] * gate_up.shape[1] * z_TL.itemsize)
+    save = {} if again else {"save": "all"}
+    rows_RL = experts(z_TL, weights, offs_E, activation, row_weights_R=row_weights_R, order_R=order_R, **save)
     return moe_ops.combine(rows_RL, order_R, None, top_k)
 
 
@@ -59,7 +63,8 @@ class Parts:
     mixture: `mixture` above, which calls `experts`; or experts that live on other ranks (`perilune.parallel`).
     mix_ahead: whether attention residuals may take finished blocks in passes of their own where no gradient is needed
         (`model.residual`), which rounds once more.
-    beside: `in_turn`, or a version that starts the call on another stream while the mixture waits for other ranks.
+    beside: `in_turn`, or a version that starts the call on another stream while others wait for ranks (the mixture for
+        rows, kda for states).
     """
 
     conv: Callable[..., tuple[torch.Tensor, torch.Tensor]] = short_conv

@@ -91,17 +91,21 @@ class Stream:
             self.live_TD, self._added_TD = self.live_TD + self._added_TD, None
         return self.sources
 
+    def _sum(self, site: Site, x_TD: torch.Tensor) -> torch.Tensor:
+        """Named: the sums that end a block are used again by all that follows."""
+        return keep("block" if site.ends_block else "stream", x_TD)
+
     def _plain(self, site: Site) -> torch.Tensor:
         if self._added_TD is None:
             x_TD = rms_norm(self.live_TD, site.norm_w_D, site.eps)
         else:
             self.live_TD, x_TD = add_rms_norm(self.live_TD, self._added_TD, site.norm_w_D, site.eps)
             self._added_TD = None
-        return keep("norm", x_TD, rms_norm, keep("stream", self.live_TD), site.norm_w_D, site.eps)
+        return keep("norm", x_TD, rms_norm, self._sum(site, self.live_TD), site.norm_w_D, site.eps)
 
     def _mixed(self, site: Site, mixer: Mixer) -> torch.Tensor:
         if self._added_TD is not None:
-            self.live_TD, self._added_TD = keep("stream", self.live_TD + self._added_TD), None
+            self.live_TD, self._added_TD = self._sum(site, self.live_TD + self._added_TD), None
         if self._ahead and len(self.bank) >= AHEAD_BLOCKS and implementation(self.sources) == "triton":
             partial = self._partial()
             return merge_norm(partial, self.live_TD, mixer.norm_D, mixer.query_D, mixer.eps, site.norm_w_D, site.eps)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as nnf
 
 from perilune.errors import Error
+from perilune.ops import few
 
 # A CPU gemm takes another path below 16 rows, and splits the inner dimension by a rule that looks at the row count
 # when it is longer than 512; with full row tiles and short inner blocks every row sees one order of additions. On some
@@ -20,6 +21,8 @@ _INNER_BLOCK = 512
 
 def linear(x_TD: torch.Tensor, w_FD: torch.Tensor) -> torch.Tensor:
     """y_TF = x_TD @ w_FD^T, in the input dtype, by whatever kernel is fastest (level: bitwise-layout)."""
+    if few.fits(x_TD, w_FD):
+        return few.multiply(x_TD, w_FD)
     return nnf.linear(x_TD, w_FD)
 
 

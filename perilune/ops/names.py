@@ -1,6 +1,6 @@
 """Names for tensors and pieces of computation that are worth a memory decision.
 
-A model calls these three functions where it makes such a tensor; who decides about it is installed from outside
+A model calls these functions where it makes such a tensor; who decides about it is installed from outside
 (`perilune.memory`). Without anybody installed they give back what they were given: no copy, no graph node.
 """
 
@@ -26,11 +26,15 @@ class Decider(Protocol):
     def region(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """function(*args)."""
 
+    def remade(self, name: str, size: int) -> bool:
+        """Whether what `remade` below names is to be made again."""
+
     def layer(self, index: int | None) -> None:
         """What is named from now on belongs to this layer; None: to no layer."""
 
 
 _decider: Decider | None = None
+_again = False
 
 
 def keep(name: str, x: torch.Tensor, again: Callable[..., torch.Tensor] | None = None, *args: Any) -> torch.Tensor:
@@ -53,6 +57,12 @@ def region(name: str, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if _decider is None else _decider.region(name, function, args)
 
 
+def remade(name: str, size: int) -> bool:
+    """Whether an operation that makes numbers of its own again in its backward pass, unless told to keep them, is to
+    do so: a region whose default is to be computed again. size: bytes it would keep."""
+    return True if _decider is None else _decider.remade(name, size)
+
+
 def layer(index: int | None) -> None:
     """The layer that the names from now on belong to; None behind the last one."""
     if _decider is not None:
@@ -72,4 +82,20 @@ def deciding(decider: Decider) -> Iterator[None]:
         _decider = None
 
 
-__all__ = ["Decider", "deciding", "keep", "layer", "region"]
+@contextlib.contextmanager
+def replaying(again: bool) -> Iterator[None]:
+    """Whoever computes a region says whether it is done `again`, in the backward pass."""
+    global _again
+    before, _again = _again, again
+    try:
+        yield
+    finally:
+        _again = before
+
+
+def is_replay() -> bool:
+    """Whether a region is being computed again: what a call counts or collects it has counted already."""
+    return _again
+
+
+__all__ = ["Decider", "deciding", "is_replay", "keep", "layer", "region", "remade", "replaying"]

@@ -25,6 +25,8 @@ from perilune.errors import Error
 from perilune.model import Stats, Transformer
 from perilune.model.moe import SparseMoe
 from perilune.model.residual import Site, Stream
+from perilune.ops.names import layer as name_layer
+from perilune.ops.names import region
 from perilune.ops.sequences import Sequences
 
 Schedule = Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
@@ -79,6 +81,19 @@ def places_of(config: ModelConfig, ranks: int, schedule: Schedule, virtual: int)
         keeps = blocks_before(config, earlier[-1].last) if earlier and schedule not in SPLIT else 0
         places.append(Place(i, count, ends[i], ends[i + 1], keeps))
     return places
+
+
+def check_micro_batches(count: int, ranks: int, schedule: Schedule) -> None:
+    """Raise Error for a number of micro-batches a rank that the schedule cannot run over `ranks` stages."""
+    if schedule == "1F1B" and count < ranks:
+        raise Error(
+            f"accumulate gives a rank {count} micro-batches; schedule '1F1B' needs parallel.pp = {ranks} or more"
+        )
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // ranks):
+        raise Error(
+            f"accumulate gives a rank {count} micro-batches; schedule {schedule!r} needs a multiple of "
+            f"{count // ranks}, or fewer than {2 * ranks}"
+        )
 
 
 def hop_blocks(config: ModelConfig, place: Place) -> int:
@@ -196,20 +211,24 @@ class StageModule(nn.Module):
         stream.bank = bank
         for layer in range(place.first, place.last):
             module: Any = model.layers[layer]
+            name_layer(layer)
             x_TD = stream.enter()
             if module.starts_block:
                 block = self.kept.put(micro, len(stream.bank) - 1, stream.bank[-1])
                 stream.bank = [*stream.bank[:-1], block]
-            y_TD, _, *rest = module.attn(x_TD, batch.sequences, model.parts)
+            y_TD, _, *rest = region(
+                "attn", lambda x_TD, attn=module.attn: attn(x_TD, batch.sequences, model.parts), x_TD
+            )
             if rest:
                 stats.max_logit[layer] = rest[0]
             stream.leave(y_TD)
             x_TD = stream.enter()
             if isinstance(module.ffn, SparseMoe):
-                y_TD, stats.routing[layer] = module.ffn(x_TD, model.parts)
+                y_TD, stats.routing[layer] = region("ffn", module.ffn, x_TD, model.parts)
             else:
-                y_TD = module.ffn(x_TD, model.parts)
+                y_TD = region("ffn", module.ffn, x_TD, model.parts)
             stream.leave(y_TD)
+        name_layer(None)
         self.observe(stats)
         if place.is_last:
             return self.loss(stream.enter(), micro).reshape(1)
@@ -228,8 +247,8 @@ class StageModule(nn.Module):
             blocks += layer.starts_block
             sites.append(Site(layer.ffn_res if blocks else None, layer.ffn_norm_D, layer.eps))
         if self.place.is_last:
-            mixer = model.output_res if blocks else None
-            sites.append(Site(mixer, model.norm_D, model.config.rms_norm_eps))
+            # The stage's own, which are gathered when it runs where they are cut over ranks.
+            sites.append(Site(self.output_res if blocks else None, self.norm_D, model.config.rms_norm_eps))
         return sites
 
 
@@ -260,6 +279,11 @@ class Pipeline:
         ]
         self._made: tuple[tuple[int, int], Any] | None = None
 
+    def share(self, model: Transformer) -> None:
+        """Let the model have the parameters of its stages again, after those of the stages were replaced."""
+        if self.has_loss:
+            model.norm_D = self.modules[-1].norm_D
+
     @property
     def has_loss(self) -> bool:
         """Whether the last stage is here."""
@@ -277,22 +301,26 @@ class Pipeline:
         schedule.step(*first, index=index, target=target, return_outputs=False)
         self.kept.clear()
 
-    def forward(self, batch: MicroBatch, rows: int, loss: Loss) -> torch.Tensor:
-        """The loss of one micro-batch, without gradient, on every rank of the group."""
+    def forward(self, batch: MicroBatch, rows: int, loss: Loss, gradients: bool = False) -> torch.Tensor:
+        """The loss of one micro-batch on every rank of the group.
+
+        gradients: build the stages' graphs as a step does, for whoever watches; there is no backward pass.
+        """
         self.loss = loss
         out = torch.zeros(1, dtype=torch.float64, device=self.device)
         passed: Any = ()
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             for place in self.places:
                 owner, sender = (rank_of(i, self.ranks, self.name) for i in (place.index, place.index - 1))
                 carry = [torch.empty(s, dtype=self.dtype, device=self.device) for s in self._shapes(place, rows)]
                 if place.index and owner != sender:
                     if self.rank == sender:
                         for value in passed:
-                            dist.send(value.contiguous(), group=self.group, group_dst=owner)
+                            dist.send(value.detach().contiguous(), group=self.group, group_dst=owner)
                     elif self.rank == owner:
                         for value in carry:
                             dist.recv(value, group=self.group, group_src=sender)
+                            value.requires_grad_(gradients)
                 elif place.index and self.rank == owner:
                     carry = list(passed)
                 if self.rank == owner:
@@ -301,7 +329,7 @@ class Pipeline:
                     module.observe = lambda stats: None
                     passed = module(*carry, index=torch.zeros(1, dtype=torch.int64))
                     if place.is_last:
-                        out = passed.to(torch.float64)
+                        out = passed.detach().to(torch.float64)
         self.kept.clear()
         last = rank_of(len(self.places) - 1, self.ranks, self.name)
         dist.broadcast(out, group=self.group, group_src=last)
@@ -357,6 +385,7 @@ __all__ = [
     "Place",
     "Schedule",
     "blocks_before",
+    "check_micro_batches",
     "hop_blocks",
     "places_of",
     "rank_of",

@@ -2,13 +2,15 @@
 
 zero 1: gradients stay whole until a step's last micro-batch; 2: they are reduced and cut after each one; 3: weights are
 gathered for each layer's forward and backward pass and freed after it. In 1 and 2 they are gathered once a step.
-Gradients are summed, not averaged, in float32 (float64 in float64 runs).
+Gradients are summed, not averaged, in float32 (float64 in float64 runs). With pipeline stages torch's schedules reduce
+gradients once, after a step's last micro-batch, and free weights then: 2 is 1 there, and 3 frees a layer's weights
+between its forward and its backward pass.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -20,12 +22,19 @@ from perilune.parallel.mesh import Mesh
 
 
 def shard_model(
-    model: Transformer, mesh: Mesh, zero: int, dtype: torch.dtype, whole: Callable[[str], bool]
+    model: Transformer,
+    roots: Sequence[nn.Module],
+    mesh: Mesh,
+    zero: int,
+    dtype: torch.dtype,
+    whole: Callable[[str], bool],
+    device: torch.device,
 ) -> frozenset[str]:
     """Cut the model's parameters in place over `mesh.parts`; returns the names of those that were.
 
-    dtype: of the computation; parameters that are cut are held in float32 where it is a shorter one. whole: names that
-    stay as they are. Attention and feed-forward of each layer are gathered by themselves, the rest with the root.
+    roots: the model, or the stages whose parameters it has. dtype: of the computation; parameters that are cut are held
+    in float32 where it is a shorter one. whole: names that stay as they are. device: where the parameters are, or will
+    be. Attention and feed-forward of each layer are gathered by themselves, the rest with its root.
     """
     names = {param: name for name, param in model.named_parameters()}
     ignored = {param for param, name in names.items() if whole(name)}
@@ -38,11 +47,13 @@ def shard_model(
         param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
 
+    over = _device_mesh(mesh, device.type)
+
     def cut(module: nn.Module) -> None:
         fully_shard(
             module,
-            mesh=_device_mesh(mesh, next(iter(names)).device.type),
-            reshard_after_forward=zero == 3 and module is not model,
+            mesh=over,
+            reshard_after_forward=zero == 3 and module not in roots,
             mp_policy=precision,
             ignored_params=ignored,
         )
@@ -51,13 +62,15 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
-    for layer in model.layers:
-        cut(layer.attn)  # type: ignore[arg-type]
-        cut(layer.ffn)  # type: ignore[arg-type]
-    cut(model)
+    for layer in (layer for root in roots for layer in root.layers):  # type: ignore[union-attr]
+        cut(layer.attn)
+        cut(layer.ffn)
+    for root in roots:
+        cut(root)
     # The hidden state is a view where there are attention residuals; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    register_fsdp_forward_method(model, "hidden")
+    if isinstance(model, FSDPModule):
+        register_fsdp_forward_method(model, "hidden")
     return frozenset(name for param, name in names.items() if param not in ignored)
 
 
@@ -68,9 +81,9 @@ def begin_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
         model.set_reshard_after_backward(zero == 3 or last)
 
 
-def free_gathered(model: nn.Module) -> None:
-    """Free weights that a forward pass without a backward pass left gathered."""
-    for module in model.modules():
+def free_gathered(roots: Sequence[nn.Module]) -> None:
+    """Free weights that are left gathered, in all of these modules."""
+    for module in (module for root in roots for module in root.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from perilune.model import Transformer
+from perilune.model import Transformer, outline
 from perilune.parallel.layout import Layout
 
 
@@ -24,8 +24,7 @@ def whole_model(
     """
     here = {name: p.detach() for name, p in params.items()} | dict(model.named_buffers())
     device = next(iter(here.values())).device
-    with torch.device("meta"):
-        new = Transformer(model.config, model.parts)
+    new = outline(model.config, model.parts)
     state = {}
     for name, value in new.state_dict().items():
         shape = tuple(value.shape)

@@ -151,11 +151,15 @@ def parameter_of(name: str) -> str:
 
 
 def empty_states(
-    stored: Mapping[str, tuple[torch.Size, torch.dtype]], params: Mapping[str, Tensor], known: Container[str]
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    params: Mapping[str, Tensor],
+    known: Container[str],
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
     """Memory for those optimizer tensors of a checkpoint that belong to `params`, like this rank's part of them.
 
-    known: the parameters of the whole model. Raises Error for a tensor of any other.
+    known: the parameters of the whole model. device: None: that of each parameter. Raises Error for a tensor
+    of any other.
     """
     states = {}
     for name, (size, dtype) in stored.items():
@@ -166,7 +170,7 @@ def empty_states(
         param = params.get(parameter_of(name))
         if param is not None:
             # A scalar counter stays where the optimizer makes it, on the CPU.
-            like = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            like = torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
             states[name] = like if size else torch.empty(size, dtype=dtype)
     return states
 

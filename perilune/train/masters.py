@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from perilune.errors import Error
 from perilune.ops.mx import BLOCK, fake_quantize
 from perilune.parallel.collectives import local
+from perilune.parallel.packed_gather import gather_packed
 
 
 class Masters:
     """A float32 copy of every bfloat16 parameter, so that small updates are not lost to rounding; the local part of
     one that FSDP has cut (the same memory); other parameters themselves.
 
-    quantized: names of the parameters that are rounded to MXFP4 by `rule`; they have a copy in any dtype, and are
-    rounded at once. Raises Error, naming the parameter, where this rank's part has rows that blocks of 32 do not fill.
+    quantized: names of the parameters that are rounded to MXFP4 by `rule`; they have a copy in any dtype, are rounded
+    at once, and FSDP gathers their codes. Raises Error, naming the parameter, where this rank's part has rows that
+    blocks of 32 do not fill.
     """
 
     def __init__(self, model: nn.Module, quantized: Set[str] = frozenset(), rule: str = "even") -> None:
@@ -35,6 +37,7 @@ class Masters:
                 raise Error(f"{name} has rows of {width} values on this rank; MXFP4 needs a multiple of {BLOCK}")
         self.params: dict[str, Tensor] = {name: _updated(p, name in self.quantized) for name, p in self.weights.items()}
         self.write_back(self.quantized)
+        gather_packed(model, self.quantized, rule)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [(w, self.params[name]) for name, w in self.weights.items() if self.params[name] is not w]
@@ -51,7 +54,7 @@ class Masters:
         for name in self.weights if names is None else names:
             weight, master = self.weights[name], self.params[name]
             if name in self.quantized:
-                local(weight).copy_(fake_quantize(master, "mxfp4", self.rule))
+                fake_quantize(master, "mxfp4", self.rule, out=local(weight))
             elif _low(weight):
                 local(weight).copy_(master)
 

@@ -18,14 +18,15 @@ import torch
 
 from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model import Transformer, muon_heads
+from perilune.memory.lending import Loan, after, even_out
+from perilune.model import muon_heads, outline
 from perilune.ops.conv import WIDTH
 from perilune.ops.sequences import Sequences
 from perilune.parallel.expert.model import is_stacked
 from perilune.parallel.fragments import exchange_bytes
 from perilune.parallel.layout import KEPT, Layout, left_whole
 from perilune.parallel.mesh import Axes, Mesh, without_groups
-from perilune.parallel.pipeline import Place, hop_blocks, places_of, rank_of
+from perilune.parallel.pipeline import Place, check_micro_batches, hop_blocks, places_of, rank_of
 from perilune.parallel.slices import cut_stream
 from perilune.parallel.tensor import check_ranks
 from perilune.parallel.tensor_model import CUT
@@ -72,7 +73,8 @@ class Plan:
     """ranks: one for each pipeline place. collectives: name -> bytes received by a rank of the fullest place in a step.
 
     tokens: of a step over all ranks. bubble: share of a step in which a pipeline rank waits. flops: of a step, a rank.
-    hops: bytes of one micro-batch into each stage but the first.
+    hops: bytes of one micro-batch into each stage but the first. loans: of memory between stages (not ranks), for a
+    memory plan with `peer`, which make the ranks' totals alike: `levelled`.
     """
 
     gpus: int
@@ -86,11 +88,17 @@ class Plan:
     hops: tuple[int, ...] = ()
     bubble: float = 0.0
     flops: float = 0.0
+    loans: tuple[Loan, ...] = ()
 
     @property
     def fullest(self) -> Rank:
         """The rank with most bytes."""
         return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def levelled(self) -> list[int]:
+        """Bytes of a rank of each stage when the loans are used in full."""
+        return after([rank.total for rank in self.ranks], self.loans)
 
 
 def plan(config: TrainConfig, shape: ModelConfig, gpus: int) -> Plan:
@@ -102,8 +110,7 @@ def plan(config: TrainConfig, shape: ModelConfig, gpus: int) -> Plan:
     axes = Axes(parallel.pp, parallel.shard, parallel.cp, parallel.tp, parallel.ep)
     first = without_groups(gpus, axes, 0)
     check(config, shape, first)
-    with torch.device("meta"):
-        model = Transformer(shape)
+    model = outline(shape)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     muon = muon_heads(model).keys()
     places = places_of(shape, parallel.pp, parallel.schedule, parallel.virtual)
@@ -132,6 +139,7 @@ def plan(config: TrainConfig, shape: ModelConfig, gpus: int) -> Plan:
         hops=tuple((1 + hop_blocks(shape, p)) * rows * shape.hidden_size * size for p in places[1:]),
         bubble=_bubble(config, micro),
         flops=counts.train(whole) * config.accumulate / gpus,
+        loans=tuple(even_out([rank.total for rank in ranks], [_waiting(config, rank, micro) for rank in ranks])),
     )
 
 
@@ -145,6 +153,8 @@ def check(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> None:
             f"accumulate is {config.accumulate}; must be a multiple of the {mesh.data[1]} groups of processes with "
             "tokens of their own"
         )
+    if config.parallel.pp > 1:
+        check_micro_batches(config.accumulate // mesh.data[1], config.parallel.pp, config.parallel.schedule)
 
 
 def _rank(
@@ -161,6 +171,9 @@ def _rank(
     sharded = frozenset(n for n in shapes if not left_whole(n, mesh)) if zero else frozenset()
     layout = Layout(shape, mesh, CUT, sharded)
     unsharded = Layout(shape, mesh, CUT)
+    # Stages reduce gradients after a step's last micro-batch, and free weights gathered for a backward pass then.
+    staged = config.parallel.pp > 1
+    once = zero == 1 or staged
     numbers = weights = gradients = optimizer = 0
     gathered = {"root": 0}
     for name, whole in shapes.items():
@@ -173,7 +186,7 @@ def _rank(
         wide = max(size, 4)
         if name in sharded:
             weights += held * wide
-            gradients += (full if zero == 1 else held) * wide
+            gradients += (full if once else held) * wide
             parts = name.split(".")
             module = ".".join(parts[:3]) if parts[0] == "layers" and parts[2] in ("attn", "ffn") else "root"
             gathered[module] = gathered.get(module, 0) + full * size
@@ -184,9 +197,9 @@ def _rank(
         optimizer += held * (wide if name in muon else 2 * wide)
     root = gathered.pop("root")
     # Two modules at a time: the one that computes and the next one on its way.
-    layers = sum(sorted(gathered.values())[-2:]) if zero == 3 else sum(gathered.values())
+    layers = sum(sorted(gathered.values())[-2:]) if zero == 3 and not staged else sum(gathered.values())
     stage = mesh.places[0]
-    live = _live(config, stage, micro)
+    live = live_micro_batches(config, stage, micro)
     layers_of = [dataclasses.replace(p, first=i, last=i + 1) for p in places for i in range(p.first, p.last)]
     kept_by = [activation_bytes(config, shape, mesh, dataclasses.replace(one, index=1, count=3)) for one in layers_of]
     activations = sum(activation_bytes(config, shape, mesh, place) for place in places) * live
@@ -266,7 +279,7 @@ def _collectives(
     if zero:
         F = mesh.part[1]
         gathers = 1 if zero < 3 else 2 * micro
-        reductions = 1 if zero == 1 else micro
+        reductions = 1 if zero == 1 or config.parallel.pp > 1 else micro
         out["gather weights"] = rest * b * (F - 1) // F * gathers
         out["reduce gradients"] = rest * wide * (F - 1) // F * reductions
     elif stage > 1:
@@ -329,7 +342,13 @@ def _is_here(name: str, places: list[Place]) -> bool:
     return any(place.is_last for place in places)
 
 
-def _live(config: TrainConfig, stage: int, micro: int) -> int:
+def _waiting(config: TrainConfig, rank: Rank, micro: int) -> int:
+    """Of its activations, those of the micro-batches that another one's backward pass goes before."""
+    live = live_micro_batches(config, rank.stage, micro)
+    return rank.activations * (live - 1) // live
+
+
+def live_micro_batches(config: TrainConfig, stage: int, micro: int) -> int:
     """Micro-batches whose activations a pipeline rank holds at once."""
     pp, virtual = config.parallel.pp, config.parallel.virtual
     if pp == 1:
@@ -372,4 +391,4 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-__all__ = ["Plan", "Rank", "activation_bytes", "check", "plan"]
+__all__ = ["Plan", "Rank", "activation_bytes", "check", "live_micro_batches", "plan"]

@@ -25,6 +25,7 @@ from perilune.parallel.collectives import gather_rows, local
 from perilune.parallel.context import context_parts
 from perilune.parallel.expert import Collective, ExpertParallel, Policy, Symmetric, exact, off, tolerant
 from perilune.parallel.expert.model import Mixture, cut_experts, is_stacked, summary
+from perilune.parallel.fill import Values, fill, give_memory
 from perilune.parallel.layout import Layout, left_whole
 from perilune.parallel.muon import Spread
 from perilune.parallel.slices import cut_stream, take_slice
@@ -46,7 +47,7 @@ class Team:
     """The run's mesh and the collectives of a step. Every rank makes the same calls."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        self.config = config
+        self.config, self.device = config, device
         axes = meshes.Axes(config.pp, config.shard, config.cp, config.tp, config.ep)
         self.mesh = meshes.start(device, timeout=config.timeout, axes=axes)
         self.zero = config.zero if self.mesh.parts is not None else 0
@@ -84,14 +85,26 @@ class Team:
             if count < self.mesh.ranks:
                 what = f"{count} groups of processes with tokens of their own"
             raise Error(f"accumulate is {len(items)}; must be a multiple of the {what}")
+        if self.mesh.stages is not None:
+            from perilune.parallel.pipeline import check_micro_batches
+
+            check_micro_batches(len(items) // count, self.mesh.sizes[0], self.config.schedule)
         return items[place::count]
 
     # -- the model on this rank ---------------------------------------------------------------------------------------
 
-    def spread(self, model: Transformer, batch_tokens: int, dtype: torch.dtype | None = None) -> Transformer:
+    def spread(
+        self,
+        model: Transformer,
+        batch_tokens: int,
+        dtype: torch.dtype | None = None,
+        values: Values | None = None,
+    ) -> Transformer:
         """The model with this rank's part of the parameters, and the parts that reach the others, in place.
 
-        dtype: of the computation; the head's by default. Raises Error for sizes that do not divide.
+        dtype: of the computation; the head's by default. values: the numbers of a model that is an outline (on "meta"),
+        of which this rank then never holds more than its part and one box of them. Raises Error for sizes that do not
+        divide.
         """
         dtype = model.lm_head.weight.dtype if dtype is None else dtype
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -108,14 +121,25 @@ class Team:
         if self.mesh.stages is not None:
             from perilune.parallel.pipeline import Pipeline
 
-            device = model.norm_D.device
-            self.pipeline = Pipeline(model, self.mesh.stages, self.config.schedule, self.config.virtual, device, dtype)
+            stages, schedule, virtual = self.mesh.stages, self.config.schedule, self.config.virtual
+            self.pipeline = Pipeline(model, stages, schedule, virtual, self.device, dtype)
         if self.zero:
             from perilune.parallel.shard import shard_model
 
-            sharded = shard_model(model, self.mesh, self.zero, dtype, lambda name: left_whole(name, self.mesh))
+            roots, whole = self._roots(model), lambda name: left_whole(name, self.mesh)
+            sharded = shard_model(model, roots, self.mesh, self.zero, dtype, whole, self.device)
             self.layout = dataclasses.replace(self.layout, sharded=sharded)
+        if values is not None:
+            give_memory(self._roots(model), self.device)
+        if self.pipeline is not None:
+            self.pipeline.share(model)
+        if values is not None:
+            fill(model, self.layout, self.shapes, values)
         return model
+
+    def _roots(self, model: Transformer) -> Sequence[torch.nn.Module]:
+        """The modules that are called: stages, or the model."""
+        return [model] if self.pipeline is None else self.pipeline.modules
 
     def _mixture(self, model: Transformer, batch_tokens: int, dtype: torch.dtype) -> Mixture:
         moe, config = model.config.moe, self.config
@@ -204,8 +228,13 @@ class Team:
                 observe(stats)
         return sum(losses, torch.zeros((), dtype=torch.float64, device=batches[0].tokens_T.device))
 
-    def whole_loss(self, model: Transformer, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
-        """(summed loss, number of counted tokens) of a whole micro-batch, on every rank; no gradient."""
+    def whole_loss(
+        self, model: Transformer, batch: Batch, chunk: int, gradients: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(summed loss, number of counted tokens) of a whole micro-batch, on every rank; no gradient.
+
+        gradients: build the graph of a step's forward pass, for whoever watches.
+        """
         part = self.part_of(batch)
         if self.pipeline is None:
             x_TD = model.hidden(part.tokens_T, part.sequences).x_TD
@@ -217,6 +246,7 @@ class Team:
                 MicroBatch(part.tokens_T, part.sequences),
                 self._rows(part),
                 lambda x_TD, _: self._loss(x_TD, model.lm_head.weight, part, chunk),
+                gradients,
             )
         return self.add_context(loss), self.add_context(part.mask_T.sum())
 
@@ -260,7 +290,7 @@ class Team:
         if self.zero and not self.joined:
             from perilune.parallel.shard import free_gathered
 
-            free_gathered(model)
+            free_gathered(self._roots(model))
 
     # -- tensors by name: as they stand in checkpoints (whole) and on this rank (part) --------------------------------
 
@@ -351,6 +381,14 @@ class Team:
             return None
         sent = {stage: size for told in self.of_stages(self.pipeline.sent_bytes()) for stage, size in told.items()}
         return [sent[stage] for stage in sorted(sent)]
+
+    def of_stage(self, value: Any) -> list[Any]:
+        """A value of every rank with this rank's layers."""
+        if self.mesh.stage is None:
+            return [value]
+        told: list[Any] = [None] * dist.get_world_size(self.mesh.stage)
+        dist.all_gather_object(told, value, group=self.mesh.stage)
+        return told
 
     def of_stages(self, value: Any) -> list[Any]:
         """A value of every stage, in order."""

@@ -7,6 +7,7 @@ weights, and gradients of the first step are within 1e-10 of the largest one.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,26 +59,42 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "pp4": {"pp": 4},
         "pp2 ep2 zero bubble": {"pp": 2, "virtual": 2, "schedule": "ZBVZeroBubble"},
         "pp2 cp2 virtual 2": {"pp": 2, "cp": 2, "ep": 1, "virtual": 2, "schedule": "Interleaved1F1B"},
+        "pp2 dp2 zero2": {"pp": 2, "ep": 1, "zero": 2},
+        "pp2 dp2 zero3": {"pp": 2, "ep": 1, "zero": 3},
+        "pp2 ep2 zero3 virtual 2": {"pp": 2, "zero": 3, "virtual": 2, "schedule": "Interleaved1F1B"},
+        "pp2 dp2 zero2 zero bubble": {"pp": 2, "ep": 1, "zero": 2, "virtual": 2, "schedule": "ZBVZeroBubble"},
+    },
+    8: {
+        "dp2 ep2 pp2": {"pp": 2, "ep": 2, "shard": 2},
+        "pp2 cp2 tp2": {"pp": 2, "cp": 2, "tp": 2, "ep": 2},
+        "hsdp pp2 zero3": {"pp": 2, "shard": 2, "ep": 1, "zero": 3},
     },
 }
 
 
-def values_of(root: Path, name: str, parallel: dict[str, Any], device: str, steps: int) -> dict[str, Any]:
+def values_of(
+    root: Path, name: str, parallel: dict[str, Any], device: str, steps: int, micro: int = 4
+) -> dict[str, Any]:
     values = settings(root, f"{name} {steps}".replace(" ", "-"), steps) | {
-        "accumulate": 4,
+        "accumulate": micro,
         "eval_every": 0,
         "checkpoint_every": 0,
     }
     return values | {"device": device, "parallel": {"policy": "exact", "timeout": 60.0} | parallel}
 
 
-def train(rank: int, root: Path, layouts: dict[str, dict[str, Any]], device: str, steps: int) -> dict[str, Any]:
-    """Of each layout: the rows of all steps, this rank's gradients of the first one with their boxes, all weights."""
+def train(
+    rank: int, root: Path, layouts: dict[str, dict[str, Any]], device: str, steps: int, micro: int = 4
+) -> dict[str, Any]:
+    """Of each layout: the rows of all steps, this rank's gradients of the first one with their boxes, all weights.
+
+    micro: micro-batches of a step, over all ranks.
+    """
     from perilune.train import Trainer
 
     out = {}
     for name, parallel in layouts.items():
-        trainer = Trainer(from_dict(values_of(root, name, parallel, device, steps)))
+        trainer = Trainer(from_dict(values_of(root, name, parallel, device, steps, micro)))
         grads: dict[str, Any] = {}
 
         def keep(params: Any, *rest: Any, trainer: Any = trainer, grads: dict[str, Any] = grads) -> torch.Tensor:
@@ -135,7 +152,7 @@ def compare(name: str, got: dict[str, Any], alone: dict[str, Any]) -> None:
 
 def compare_plan(root: Path, name: str, ranks: int, results: list[Any]) -> None:
     """What the plan says of the fullest rank of each stage is what its ranks held."""
-    config = from_dict(values_of(root, name, LAYOUTS[ranks][name], "cpu", STEPS))
+    config = from_dict(values_of(root, name, LAYOUTS[ranks][name], "cpu", STEPS, max(4, ranks)))
     found = plan(config, ModelConfig.from_pretrained(config.model), ranks)
     assert all(r[name]["rows"][-1].get("hop_bytes", []) == list(found.hops) for r in results)
     for stage in found.ranks:
@@ -147,9 +164,18 @@ def compare_plan(root: Path, name: str, ranks: int, results: list[Any]) -> None:
         assert stage.optimizer - 4 * 32 * 8 <= used <= stage.optimizer, name
 
 
-def check(root: Path, alone: dict[str, Any], ranks: int, device: str = "cpu", steps: int = STEPS) -> None:
-    layouts = {n: p for n, p in LAYOUTS[ranks].items() if p.get("schedule") not in SPLIT or splits_backward()}
-    results = spawn(train, ranks, root, layouts, device, steps, limit=110 if steps == STEPS else 550)
+def check(
+    root: Path,
+    alone: dict[str, Any],
+    ranks: int,
+    names: Iterable[str],
+    device: str = "cpu",
+    steps: int = STEPS,
+) -> None:
+    layouts = {n: LAYOUTS[ranks][n] for n in names}
+    layouts = {n: p for n, p in layouts.items() if p.get("schedule") not in SPLIT or splits_backward()}
+    limit = 110 if steps == STEPS and ranks < 8 else 550
+    results = spawn(train, ranks, root, layouts, device, steps, max(4, ranks), limit=limit)
     for result in results:
         assert not isinstance(result, str), result
         for name in layouts:
@@ -159,14 +185,31 @@ def check(root: Path, alone: dict[str, Any], ranks: int, device: str = "cpu", st
 
 
 def test_layouts_of_two_ranks(root: Path, alone: dict[str, Any]) -> None:
-    check(root, alone, 2)
+    check(root, alone, 2, LAYOUTS[2])
+
+
+# So many layouts at a time stay well inside the timeout.
+TOGETHER = 5
+GROUPS = [
+    (ranks, tuple(layouts)[first : first + TOGETHER])
+    for ranks, layouts in LAYOUTS.items()
+    if ranks < 8
+    for first in range(0, len(layouts), TOGETHER)
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_twenty_steps_in_every_layout(root: Path, ranks: int) -> None:
-    check(root, train(0, root, {f"alone {ranks}": {}}, "cpu", 20)[f"alone {ranks}"], ranks, steps=20)
+@pytest.mark.parametrize(("ranks", "names"), GROUPS, ids=[f"{ranks}: {names[0]} ..." for ranks, names in GROUPS])
+def test_twenty_steps_in_every_layout(root: Path, ranks: int, names: tuple[str, ...]) -> None:
+    alone = f"alone {ranks} {names[0]}"
+    check(root, train(0, root, {alone: {}}, "cpu", 20, max(4, ranks))[alone], ranks, names, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_layouts_of_eight_ranks(root: Path) -> None:
+    check(root, train(0, root, {"alone 8": {}}, "cpu", STEPS, 8)["alone 8"], 8, LAYOUTS[8])
 
 
 @pytest.mark.gpu
@@ -174,4 +217,4 @@ def test_layouts_of_two_gpus(root: Path, alone: dict[str, Any]) -> None:
     """The same under NCCL, against one process on the CPU, in float64."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    check(root, alone, 2, device="cuda")
+    check(root, alone, 2, LAYOUTS[2], device="cuda")

@@ -9,7 +9,7 @@ import pytest
 from perilune.config import ModelConfig
 from perilune.errors import Error
 from perilune.parallel.mesh import Axes, fill_axes
-from perilune.parallel.pipeline import blocks_before, hop_blocks, places_of, rank_of
+from perilune.parallel.pipeline import blocks_before, check_micro_batches, hop_blocks, places_of, rank_of
 from perilune.train.config import ParallelConfig
 
 K3 = ModelConfig.from_pretrained("kimi-k3")
@@ -53,8 +53,11 @@ def test_what_does_not_fit_is_named() -> None:
         places_of(K3, 32, "Interleaved1F1B", 3)
     with pytest.raises(Error, match=r"parallel\.virtual is 2; schedule '1F1B' needs 1"):
         places_of(K3, 4, "1F1B", 2)
-    with pytest.raises(Error, match=r"parallel\.zero is 3; must be 0 with parallel\.pp > 1"):
-        ParallelConfig(pp=2, zero=3)
+    with pytest.raises(Error, match=r"accumulate gives a rank 1 micro-batches; schedule '1F1B' needs parallel\.pp = 2"):
+        check_micro_batches(1, 2, "1F1B")
+    with pytest.raises(Error, match=r"a rank 5 micro-batches; .* needs a multiple of 2, or fewer than 4"):
+        check_micro_batches(5, 2, "Interleaved1F1B")
+    check_micro_batches(3, 2, "Interleaved1F1B")
     for name in ("pp", "virtual", "cp", "tp"):
         with pytest.raises(Error, match=rf"parallel\.{name} is 0; must be >= 1"):
             ParallelConfig(**{name: 0})

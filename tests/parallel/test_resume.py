@@ -101,6 +101,12 @@ def test_two_ranks_continue_in_another_layout_and_on_one(root: Path, alone: list
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_sharded_stages_continue_elsewhere(root: Path, alone: list[float]) -> None:
+    change(root, alone, "stages", (4, {"pp": 2, "zero": 3, "ep": 1}), (2, {"zero": 2}), (1, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_four_ranks_continue_in_other_layouts(root: Path, alone: list[float]) -> None:
     change(
         root,
@@ -110,6 +116,7 @@ def test_four_ranks_continue_in_other_layouts(root: Path, alone: list[float]) ->
         (4, {"tp": 2, "pp": 2, "ep": 1}),
         (2, {"cp": 2}),
         (4, {"pp": 2, "virtual": 2, "schedule": "Interleaved1F1B"}),
+        (4, {"pp": 2, "zero": 3, "ep": 1}),
         (1, {}),
     )
 
