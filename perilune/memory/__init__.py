@@ -1,7 +1,30 @@
 """The activation manager: what is kept, recomputed, compressed or moved between the passes, said tensor by tensor."""
 
+from perilune.memory.files import FileStore
+from perilune.memory.gradients import HostGradients
+from perilune.memory.lending import Lending, Loan
 from perilune.memory.manager import Memory, Row
+from perilune.memory.optimizer import States
+from perilune.memory.peer import PeerStore
 from perilune.memory.plan import PRESETS, Placement, Plan, Rule, load_plan
-from perilune.memory.stores import FileStore, MemoryStore, Store
+from perilune.memory.reference import borrow
+from perilune.memory.stores import MemoryStore, Store
 
-__all__ = ["PRESETS", "FileStore", "Memory", "MemoryStore", "Placement", "Plan", "Row", "Rule", "Store", "load_plan"]
+__all__ = [
+    "PRESETS",
+    "FileStore",
+    "HostGradients",
+    "Lending",
+    "Loan",
+    "Memory",
+    "MemoryStore",
+    "PeerStore",
+    "Placement",
+    "Plan",
+    "Row",
+    "Rule",
+    "States",
+    "Store",
+    "borrow",
+    "load_plan",
+]

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from perilune.errors import Error
-from perilune.memory.plan import KEEP, Placement, Plan
-from perilune.memory.saved import Recipe, Saved, Slot, Source
+from perilune.memory.codec import coded_bytes
+from perilune.memory.peer import PeerStore
+from perilune.memory.plan import KEEP, Placement, Plan, short
+from perilune.memory.saved import Recipe, Saved, Slot, Source, on_stream, stream_of
 from perilune.memory.stores import Store
+from perilune.memory.waits import Waits
 from perilune.ops import names as ops_names
 
 
@@ -37,6 +40,7 @@ class Row:
 
 
 UNNAMED = "(unnamed)"
+AHEAD = 0.5
 
 
 class _Named:
@@ -44,7 +48,7 @@ class _Named:
 
     def __init__(self, name: str, x: torch.Tensor, placement: Placement) -> None:
         self.name, self.dtype, self.placement = name, x.dtype, placement
-        self.storage = StorageWeakRef(x.untyped_storage())
+        self.storage, self.size = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
         self.source: Callable[[], Source | None] = lambda: None
         self.counted = False
 
@@ -56,8 +60,10 @@ class Memory:
         with memory.step():
             loss(model(x)).backward()
 
-    weights: tensors that are never saved by value (parameters and buffers). host, nvme: stores for what the plan sends
-    there. `rows` is what the last step did, by name.
+    weights: tensors that are never saved by value (parameters and buffers). host, nvme, peer: stores for what the plan
+    sends there; what finds no room in `peer` stays on the device. collectives: regions may hold some, so they are
+    computed again to their end: ranks that stopped in different places would miss each other. `rows` is what the last
+    step did, by name.
     """
 
     def __init__(
@@ -66,9 +72,12 @@ class Memory:
         weights: Iterable[torch.Tensor] = (),
         host: Store | None = None,
         nvme: Store | None = None,
+        peer: PeerStore | None = None,
+        collectives: bool = False,
     ) -> None:
         """Raises Error when the plan needs a store that is not given."""
-        self.plan, self.stores = plan, {"host": host, "nvme": nvme}
+        self.plan, self.peer, self._collectives = plan, peer, collectives
+        self.stores: dict[str, Store | None] = {"host": host, "nvme": nvme, "peer": peer}
         for rule in plan.rules:
             if rule.placement.where in self.stores and self.stores[rule.placement.where] is None:
                 raise Error(f"memory plan: {rule.pattern!r} goes to {rule.placement.where}, but no such store is given")
@@ -76,6 +85,12 @@ class Memory:
         self.names: dict[str, tuple[bool, bool]] = {}
         self.rows: dict[str, Row] = {}
         self._placements: dict[str, Placement] = {}
+        # How much is fetched before it is asked for, in parts of the largest layer's bytes, up to a whole tensor.
+        self.ahead = AHEAD
+        # Called whenever a tensor is saved (False) or asked for (True).
+        self.watch: Callable[[bool], None] | None = None
+        # Notes what the computation waits for stores, if given.
+        self.waits: Waits | None = None
         self._quiet_depth = 0
         self._checked = False
         self._forget()
@@ -100,12 +115,14 @@ class Memory:
     def _forget(self) -> None:
         self._prefix = ""
         self._named: dict[int, _Named] = {}
-        self._unnamed: dict[int, StorageWeakRef] = {}
-        # Handles that were made before their tensor got its name, and recipes nobody has asked for yet.
+        self._unnamed: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Handles that were made before their tensor got its name, and recipes of tensors that may still be saved.
         self._late: dict[int, list[weakref.ref[Saved]]] = {}
-        self._fresh: list[Recipe] = []
+        self._fresh: list[tuple[Recipe, StorageWeakRef]] = []
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._order: list[weakref.ref[Slot]] = []
+        # Bytes of the slots of each layer.
+        self._layers: dict[str, int] = {}
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +130,7 @@ class Memory:
         if self._quiet_depth == 0:
             self._prefix = "" if index is None else f"layers.{index}."
             self._late.clear()
-            self._fresh.clear()
+            self._fresh = [(recipe, storage) for recipe, storage in self._fresh if not storage.expired()]
 
     def keep(
         self, name: str, x: torch.Tensor, again: Callable[..., torch.Tensor] | None, args: tuple[Any, ...]
@@ -132,7 +149,7 @@ class Memory:
             assert again is not None
             packed = [self._pack(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             recipe = Recipe(name, again, packed, self._quiet)
-            self._fresh.append(recipe)
+            self._fresh.append((recipe, entry.storage))
             entry.source = weakref.ref(recipe)
         handles = [saved for saved in (late() for late in self._late.pop(key, ())) if saved is not None]
         for saved in handles:
@@ -150,11 +167,22 @@ class Memory:
         if self._placement(self._prefix + name, True, False) == KEEP:
             return function(*args)
 
+        stream, calls = stream_of(args), iter((False,))
+
         def quietly(*inner: Any) -> Any:
-            with self._quiet():
+            again = next(calls, True)
+            with self._quiet(), on_stream(stream), ops_names.replaying(again):
                 return function(*inner)
 
-        return checkpoint(quietly, *args, use_reentrant=False, preserve_rng_state=False)
+        with set_checkpoint_early_stop(not self._collectives):
+            return checkpoint(quietly, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def remade(self, name: str, size: int) -> bool:
+        if self._quiet_depth or not torch.is_grad_enabled():
+            return True
+        name = self._prefix + name
+        self.names[name] = (True, False)
+        return not self.plan.keeps(name)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -173,6 +201,8 @@ class Memory:
     # -- saved tensors -------------------------------------------------------------------------------------------
 
     def _pack(self, x: torch.Tensor) -> Saved:
+        if self.watch is not None:
+            self.watch(False)
         key = x.untyped_storage()._cdata
         if key in self._protected:
             return Saved(x)
@@ -182,52 +212,87 @@ class Memory:
         saved = Saved(x)
         self._late.setdefault(key, []).append(weakref.ref(saved))
         seen = self._unnamed.get(key)
-        if seen is None or seen.expired():
-            self._unnamed[key] = StorageWeakRef(x.untyped_storage())
+        if seen is None or seen[0].expired():
+            self._unnamed[key] = (StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes())
             self._count(UNNAMED, KEEP, x.untyped_storage().nbytes(), x.untyped_storage().nbytes(), 0)
         return saved
+
+    def alive(self) -> dict[str, int]:
+        """Bytes on the device by name, without layers: tensors that were saved, and what was made or fetched again.
+
+        What is on its way back and not asked for yet is not counted.
+        """
+        sizes: dict[int, tuple[str, int]] = {}
+        for key, (storage, size) in self._unnamed.items():
+            if not storage.expired():
+                sizes[key] = (UNNAMED, size)
+        for key, entry in self._named.items():
+            source = entry.source()
+            if not entry.storage.expired():
+                sizes[key] = (short(entry.name), entry.size)
+            for x in () if source is None else source.holds():
+                sizes[x.untyped_storage()._cdata] = (short(entry.name), x.untyped_storage().nbytes())
+        found: dict[str, int] = {}
+        for name, size in sizes.values():
+            found[name] = found.get(name, 0) + size
+        return found
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         self._check()
         # The forward pass is over.
         self._fresh.clear()
-        return saved.get()
+        x = saved.get()
+        if self.watch is not None:
+            self.watch(True)
+        return x
 
     def _source(self, entry: _Named, x: torch.Tensor) -> Source | None:
         """Where a saved view of a named storage will come from; None: from itself."""
         source, size = entry.source(), x.untyped_storage().nbytes()
-        moves = entry.placement != KEEP and x.dtype == entry.dtype
+        wanted, moves = entry.placement, entry.placement != KEEP and x.dtype == entry.dtype
         if source is None and moves and entry.placement.where != "recompute":
             source = self._slot(entry, x)
+            moves = source is not None
         if not entry.counted:
             entry.counted = True
             slot = source if isinstance(source, Slot) else None
             device, stored = (0, 0) if moves else (size, 0)
             if slot is not None:
                 device, stored = (slot.bytes, 0) if slot.store is None else (0, slot.bytes)
-            self._count(entry.name, entry.placement, size, device, stored)
+            self._count(entry.name, wanted, size, device, stored)
         return source if moves else None
 
-    def _slot(self, entry: _Named, x: torch.Tensor) -> Slot:
-        store = self.stores.get(entry.placement.where)
-        slot = Slot(entry.name, x, entry.placement.fp8, store, self._fetch_ahead)
-        slot.number, slot.layer = len(self._order), self._prefix
+    def _slot(self, entry: _Named, x: torch.Tensor) -> Slot | None:
+        """None where a tensor is to stay as it is because its peer has no room."""
+        store, size = self.stores.get(entry.placement.where), x.untyped_storage().nbytes()
+        if store is not None and store is self.peer:
+            fp8 = entry.placement.fp8
+            if not self.peer.takes(coded_bytes(size // x.dtype.itemsize) if fp8 else size):
+                if not fp8:
+                    entry.placement = KEEP
+                    return None
+                store = None
+        slot = Slot(entry.name, x, entry.placement.fp8, store, self._fetch_ahead, self._timed)
+        slot.number = len(self._order)
+        self._layers[self._prefix] = self._layers.get(self._prefix, 0) + slot.bytes
         self._slots.add(slot)
         self._order.append(weakref.ref(slot))
         entry.source = weakref.ref(slot)
         return slot
 
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.waits is None else self.waits.timed(name)
+
     def _fetch_ahead(self, slot: Slot) -> None:
-        """What was put before this one, of its layer and of the one below, is wanted next."""
-        below: str | None = None
+        """What was put before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""
+        room = self.ahead * max(self._layers.values())
         for reference in reversed(self._order[: slot.number]):
             earlier = reference()
-            if earlier is None:
+            if earlier is None or earlier.there:
                 continue
-            if earlier.layer != slot.layer:
-                below = earlier.layer if below is None else below
-                if earlier.layer != below:
-                    break
+            if room < 0:
+                break
+            room -= earlier.bytes
             earlier.prefetch()
 
     def _count(self, name: str, placement: Placement, before: int, device: int, stored: int, count: int = 1) -> None:

@@ -1,9 +1,9 @@
 """Pinned host memory for tensors of a GPU: two streams copy beside the computation.
 
-Order by events alone: a copy out waits for what the computing stream had been given when `put` was called; a copy back
-waits for the copy out, and for the computing stream, from whose pool its memory comes; the computing stream waits for
-the copy back in `get`. Memory of the device is held until no copy touches it and then freed to the computing stream's
-pool: none belongs to a side stream.
+Order by events alone, and the host never waits: a copy out waits for what the computing stream had been given when
+`put` was called; a copy back waits for the copy out, and for the computing stream, from whose pool its memory comes;
+the computing stream waits for the copy back in `get`, and for a copy out before its tensor's memory is freed to the
+pool. No memory of the device belongs to a side stream.
 """
 
 from __future__ import annotations
@@ -27,27 +27,39 @@ class _Pinned:
 
 @dataclass
 class _Ticket:
+    """source: the tensor that was put, while its memory is not freed; version: of it, then; left: the copy out."""
+
     buffer: _Pinned
     numbers: int
     dtype: torch.dtype
-    back: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    source: torch.Tensor | None
+    version: int
+    left: torch.cuda.Event
+    back: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def size(self) -> int:
+        return self.numbers * self.dtype.itemsize
 
 
 class PinnedStore:
     """Buffers are kept for the next step, by size; limit: bytes of them in all, 0: no limit.
 
-    in_flight: copies out that may be under way before `put` waits for the oldest (their tensors are held until then).
+    in_flight: bytes of tensors that have been put and are not freed yet, as their copy out may be under way; half of it
+    once tensors are fetched. A tensor that is asked for while it is among them is not copied back.
     """
 
-    def __init__(self, device: torch.device, limit: int = 0, in_flight: int = 8) -> None:
+    def __init__(self, device: torch.device, limit: int = 0, in_flight: int = 1 << 30) -> None:
         self.device, self.limit, self.in_flight = device, limit, in_flight
+        # The host never waits, so `waited` stays 0 (`memory.waits` times the computing stream).
         self.held, self.pinned, self.moved, self.waited = 0, 0, 0, 0.0
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[_Pinned]] = {}
-        self._leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._leaving: deque[_Ticket] = deque()
+        self._leaving_bytes = 0
 
     def put(self, flat: torch.Tensor) -> _Ticket:
-        self._let_go(self.in_flight - 1)
+        self._let_go(max(0, self.in_flight - flat.nbytes))
         buffer = self._buffer(flat.nbytes)
         made = torch.cuda.current_stream(self.device).record_event()
         with torch.cuda.stream(self._out):
@@ -55,15 +67,21 @@ class PinnedStore:
             self._out.wait_event(buffer.event)
             _copy(buffer.bytes[: flat.nbytes], flat.detach().view(torch.uint8))
             buffer.event = self._out.record_event()
-        self._leaving.append((buffer.event, flat))
-        self.held += flat.nbytes
-        self.moved += flat.nbytes
-        return _Ticket(buffer, flat.numel(), flat.dtype)
+        ticket = _Ticket(buffer, flat.numel(), flat.dtype, flat, flat._version, buffer.event)
+        self._leaving.append(ticket)
+        self._leaving_bytes += ticket.size
+        self.held += ticket.size
+        self.moved += ticket.size
+        return ticket
 
     def prefetch(self, ticket: _Ticket) -> None:
         if ticket.back is not None:
             return
-        self._let_go(self.in_flight)
+        # The oldest are needed last.
+        self._let_go(self.in_flight // 2)
+        if ticket.source is not None and ticket.source._version == ticket.version:
+            ticket.back = (ticket.source, None)
+            return
         current = torch.cuda.current_stream(self.device)
         flat = _empty(ticket.numbers, ticket.dtype, self.device)
         allocated = current.record_event()
@@ -73,27 +91,35 @@ class PinnedStore:
             _copy(flat.view(torch.uint8), ticket.buffer.bytes[: flat.nbytes])
             event = self._back.record_event()
         ticket.buffer.event, ticket.back = event, (flat, event)
-        self.moved += flat.nbytes
+        self.moved += ticket.size
 
     def get(self, ticket: _Ticket) -> torch.Tensor:
         self.prefetch(ticket)
         assert ticket.back is not None
         (flat, event), ticket.back = ticket.back, None
-        torch.cuda.current_stream(self.device).wait_event(event)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
         return flat
 
     def drop(self, ticket: _Ticket) -> None:
-        if ticket.back is not None:
+        if ticket.back is not None and ticket.back[1] is not None:
             # Nobody will use it, but its memory goes back to the computing stream's pool.
             torch.cuda.current_stream(self.device).wait_event(ticket.back[1])
-            ticket.back = None
-        self.held -= ticket.numbers * ticket.dtype.itemsize
+        ticket.back = None
+        self._free_source(ticket)
+        self.held -= ticket.size
         self._free.setdefault(ticket.buffer.bytes.numel(), []).append(ticket.buffer)
 
     def _let_go(self, most: int) -> None:
-        """Free tensors whose copy out has ended; wait for the oldest while more than `most` are left."""
-        while self._leaving and (len(self._leaving) > most or self._leaving[0][0].query()):
-            self._leaving.popleft()[0].synchronize()
+        """Free what has been copied out, and the oldest others behind their copies while there is more than `most`."""
+        while self._leaving and (self._leaving_bytes > most or self._leaving[0].left.query()):
+            self._free_source(self._leaving.popleft())
+
+    def _free_source(self, ticket: _Ticket) -> None:
+        if ticket.source is not None:
+            self._leaving_bytes -= ticket.size
+            torch.cuda.current_stream(self.device).wait_event(ticket.left)
+            ticket.source = None
 
     def _buffer(self, size: int) -> _Pinned:
         if self._free.get(size):

@@ -13,15 +13,15 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 from perilune.errors import Error
 
-Where = Literal["device", "recompute", "host", "nvme"]
-PLACEMENTS = ("keep", "recompute", "fp8", "host", "nvme", "fp8+host", "fp8+nvme")
+Where = Literal["device", "recompute", "host", "nvme", "peer"]
+PLACEMENTS = ("keep", "recompute", "fp8", "host", "nvme", "peer", "fp8+host", "fp8+nvme", "fp8+peer")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class Plan:
         """From {pattern: placement}. Raises Error as `Placement.parse`."""
         return Plan(tuple(Rule(p, Placement.parse(t, f"placement of {p!r}"), required) for p, t in table.items()))
 
+    def optional(self) -> Plan:
+        """The same, with no rule that must match."""
+        return Plan(tuple(replace(rule, required=False) for rule in self.rules))
+
     def placement(self, name: str, again: bool, movable: bool) -> Placement:
         """Of the first rule that matches and can be done; again: the name can be computed again, movable: it is a
         tensor."""
@@ -78,6 +82,12 @@ class Plan:
             if rule.matches(name) and possible(rule.placement, again, movable):
                 return rule.placement
         return KEEP
+
+    def keeps(self, name: str) -> bool:
+        """Whether a rule says so of a region that is computed again by default."""
+        able = (rule for rule in self.rules if rule.matches(name) and possible(rule.placement, True, False))
+        rule = next(able, None)
+        return rule is not None and rule.placement == KEEP
 
     def check(self, names: Mapping[str, tuple[bool, bool]]) -> None:
         """Raises Error for a required rule that applies to none of the names, given with (again, movable)."""
@@ -106,8 +116,8 @@ def short(name: str) -> str:
 
 
 # Cheap to make again from what is kept anyway.
-_ELEMENTWISE = {"norm": "recompute", "kda.qkv": "recompute", "kda.normed": "recompute", "mla.gated": "recompute"}
-_ELEMENTWISE |= {"*mlp.a": "recompute", "moe.normed": "recompute"}
+_ELEMENTWISE = {"norm": "recompute", "kda.qkv": "recompute", "kda.normed": "recompute", "*mlp.a": "recompute"}
+_ELEMENTWISE |= {"mla.open": "recompute", "mla.gated": "recompute", "moe.normed": "recompute"}
 
 PRESETS: dict[str, dict[str, str]] = {
     "none": {},
@@ -115,20 +125,25 @@ PRESETS: dict[str, dict[str, str]] = {
     "full-recompute": {"norm": "recompute", "attn": "recompute", "ffn": "recompute"},
     "k3": {
         **_ELEMENTWISE,
-        # Made again from the latent rows, which are 1/70 of their size.
+        # Made again from rows that are a small part of their size.
+        "kda.g": "recompute",
+        "mla.q": "recompute",
         "mla.k": "recompute",
         "mla.kv": "recompute",
-        # Attention outputs are not for FP8: their error reaches the output matrix's gradient whole.
+        # Attention outputs are not for FP8, as their error reaches the output matrix's gradient whole; nor is what the
+        # delta rule starts from, as it has a large part in the gradients of q, k and v.
+        "kda.u": "host",
         "kda.o": "host",
         "mla.o": "host",
-        "kda.u": "fp8+host",
-        "kda.g": "host",
         "kda.gate": "fp8+host",
-        "mla.q": "fp8+host",
         "mla.gate": "fp8+host",
+        "mla.latent": "host",
         "mlp.gate": "fp8+host",
         "mlp.up": "fp8+host",
         "moe.y": "fp8+host",
+        "moe.z": "host",
+        # The sums inside a block; those that end one ("block") stay, as every later sublayer mixes them.
+        "stream": "host",
     },
 }
 

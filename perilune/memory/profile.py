@@ -16,10 +16,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from perilune.errors import Error
 from perilune.memory.codec import coded_bytes
 from perilune.memory.manager import UNNAMED, Row
-from perilune.memory.plan import KEEP, Plan, short
+from perilune.memory.plan import KEEP, Plan
 from perilune.ops import names as ops_names
 
 # Full names of the regions around something, outermost first.
@@ -41,24 +40,29 @@ class _Name:
 class Profile:
     """sizes: bytes of each storage. saves: (storage, regions around). inputs: region -> (storages, regions around).
 
-    seconds: what a name takes to be computed again.
+    remade: bytes, and regions around, of what operations make again by default (`ops.names.remade`).
+    seconds: what a name takes to be computed again; forward: what the whole pass takes without that.
     """
 
     sizes: list[int] = field(default_factory=list)
     saves: set[tuple[int, _Regions]] = field(default_factory=set)
     names: dict[int, list[_Name]] = field(default_factory=dict)
     inputs: dict[str, tuple[tuple[int, ...], _Regions]] = field(default_factory=dict)
+    remade: dict[str, tuple[int, _Regions]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    forward: float = 0.0
 
     def kinds(self) -> dict[str, tuple[bool, bool]]:
         """All names, with (can be computed again, can be moved)."""
         tensors = {n.name: (n.again, True) for given in self.names.values() for n in given}
-        return tensors | dict.fromkeys(self.inputs, (True, False))
+        return tensors | dict.fromkeys((*self.inputs, *self.remade), (True, False))
 
     def scaled(self, factor: float) -> Profile:
         """For so many times the tokens, as if every tensor had rows of tokens."""
         sizes = [round(size * factor) for size in self.sizes]
-        return replace(self, sizes=sizes, seconds={n: s * factor for n, s in self.seconds.items()})
+        remade = {n: (round(size * factor), regions) for n, (size, regions) in self.remade.items()}
+        seconds = {n: s * factor for n, s in self.seconds.items()}
+        return replace(self, sizes=sizes, remade=remade, seconds=seconds, forward=self.forward * factor)
 
 
 class _Recorder:
@@ -95,6 +99,10 @@ class _Recorder:
         finally:
             self._regions = before
 
+    def remade(self, name: str, size: int) -> bool:
+        self.profile.remade[self._prefix + name] = (size, self._regions)
+        return True
+
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         if x.untyped_storage()._cdata not in self._weights:
             self.profile.saves.add((self._id(x), self._regions))
@@ -115,14 +123,22 @@ class _Recorder:
     @contextlib.contextmanager
     def _timed(self, name: str, quiet: bool = True) -> Iterator[None]:
         before, self._quiet = self._quiet, self._quiet or quiet
+        try:
+            with self.timed() as seconds:
+                yield
+        finally:
+            self._quiet = before
+        self.profile.seconds[name] = self.profile.seconds.get(name, 0.0) + seconds[0]
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[list[float]]:
+        """Afterwards the list holds the seconds the block took on the device."""
+        seconds: list[float] = []
         self._wait()
         begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._wait()
-            self._quiet = before
-            self.profile.seconds[name] = self.profile.seconds.get(name, 0.0) + time.perf_counter() - begin
+        yield seconds
+        self._wait()
+        seconds.append(time.perf_counter() - begin)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -132,9 +148,12 @@ class _Recorder:
 def profile(forward: Callable[[], torch.Tensor], weights: Iterable[torch.Tensor], device: torch.device) -> Profile:
     """Run forward() -> loss once, keeping everything, and note what was saved. weights: as for `Memory`."""
     recorder = _Recorder(weights, device)
-    with ops_names.deciding(recorder), saved_tensors_hooks(recorder.pack, lambda x: x):
+    with recorder.timed() as seconds, ops_names.deciding(recorder), saved_tensors_hooks(recorder.pack, lambda x: x):
         forward()
-    return recorder.profile
+    noted = recorder.profile
+    recipes = {name for name, (_, movable) in noted.kinds().items() if movable}
+    noted.forward = seconds[0] - sum(s for name, s in noted.seconds.items() if name in recipes)
+    return noted
 
 
 def predict(profile: Profile, plan: Plan) -> dict[str, Row]:
@@ -148,6 +167,10 @@ def predict(profile: Profile, plan: Plan) -> dict[str, Row]:
         if name in again and not again.intersection(regions):
             kept.extend(inputs)
     rows: dict[str, Row] = {}
+    for name, (size, regions) in profile.remade.items():
+        if plan.keeps(name) and not again.intersection(regions):
+            row = rows.setdefault(UNNAMED, Row(str(KEEP)))
+            row.count, row.before, row.device = row.count + 1, row.before + size, row.device + size
     done: set[int] = set()
     while kept:
         storage = kept.pop()
@@ -169,47 +192,8 @@ def predict(profile: Profile, plan: Plan) -> dict[str, Row]:
     return rows
 
 
-def fit(profile: Profile, budget: int, link: float, host: bool = True) -> Plan:
-    """The plan with the least predicted cost, by greedy choice, that leaves at most `budget` bytes on the device.
-
-    Candidates: each name, in all layers alike, recomputed or (host) moved to the host; nothing that changes gradients.
-    Cost: the measured seconds of computing it again, or its bytes there and back over `link` bytes a second.
-    Raises Error with the least that can be reached when the budget is below it.
-    """
-    kinds: dict[str, tuple[bool, bool]] = {}
-    for name, kind in profile.kinds().items():
-        kinds[short(name)] = kind
-    seconds: dict[str, float] = {}
-    for name, value in profile.seconds.items():
-        seconds[short(name)] = seconds.get(short(name), 0.0) + value
-    table: dict[str, str] = {}
-    left = device_bytes(predict(profile, Plan()))
-    while left > budget:
-        best: tuple[float, str, str, int] | None = None
-        for name, (again, movable) in kinds.items():
-            for placement in ["recompute"] * again + ["host"] * (movable and host):
-                if table.get(name) is not None:
-                    continue
-                rows = predict(profile, Plan.of(table | {name: placement}, required=False))
-                freed = left - device_bytes(rows)
-                moved = sum(row.before for full, row in rows.items() if short(full) == name)
-                cost = seconds.get(name, 0.0) if placement == "recompute" else 2 * moved / link
-                if freed > 0 and (best is None or cost / freed < best[0]):
-                    best = (cost / freed, name, placement, freed)
-        if best is None:
-            raise Error(f"memory plan fit: budget is {budget} bytes; the least that can be reached is {left}")
-        table[best[1]] = best[2]
-        left -= best[3]
-    # What later choices have made needless goes again, the dearest of the rest first.
-    for name in reversed(list(table)):
-        less = {other: placement for other, placement in table.items() if other != name}
-        if device_bytes(predict(profile, Plan.of(less, required=False))) <= budget:
-            table = less
-    return Plan.of(table, required=False)
-
-
 def device_bytes(rows: dict[str, Row]) -> int:
     return sum(row.device for row in rows.values())
 
 
-__all__ = ["Profile", "device_bytes", "fit", "predict", "profile"]
+__all__ = ["Profile", "device_bytes", "predict", "profile"]

@@ -6,12 +6,6 @@ it was called, `get` gives exactly these bytes back, and no memory is given to a
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +16,15 @@ from perilune.errors import Error
 class Store(Protocol):
     """put, get and what is between them; tickets are the store's own.
 
-    held: bytes that lie here now. moved: bytes copied so far, both ways. waited: seconds that `get` has waited.
+    held: bytes that lie here now. moved: bytes copied so far, both ways.
     """
 
     held: int
     moved: int
-    waited: float
+
+    @property
+    def waited(self) -> float:
+        """Seconds that computation has stood still for what `get` gives."""
 
     def put(self, flat: torch.Tensor) -> Any:
         """Begin to take a flat tensor in; its ticket. Raises Error where there is no room."""
@@ -66,101 +63,10 @@ class MemoryStore:
         self.held -= ticket.nbytes
 
 
-class FileStore:
-    """Files in a folder (on an NVMe disk), written and read by a few threads.
-
-    Files have no name (they are unlinked when opened), so nothing is left behind however the process ends.
-    """
-
-    def __init__(self, folder: Path, threads: int = 4) -> None:
-        if not folder.is_dir():
-            raise Error(f"memory.nvme is {str(folder)!r}; must be a folder that exists")
-        self.folder, self.held, self.moved, self.waited = folder, 0, 0, 0.0
-        self._pool = ThreadPoolExecutor(threads, "perilune-nvme")
-        self._lock = threading.Lock()
-        self._failed: OSError | None = None
-
-    def put(self, flat: torch.Tensor) -> _File:
-        self._check()
-        try:
-            descriptor = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
-        except OSError as cause:
-            raise self._error(cause) from cause
-        file = _File(flat.numel(), flat.dtype, flat.device, descriptor)
-        # The copy is the thread's own: whoever called may change the tensor.
-        host = flat.detach().to("cpu", copy=True)
-        self.held += flat.nbytes
-        self.moved += flat.nbytes
-        file.written = self._pool.submit(self._write, file, host)
-        return file
-
-    def prefetch(self, ticket: _File) -> None:
-        if ticket.read is None:
-            ticket.read = self._pool.submit(self._read, ticket)
-
-    def get(self, ticket: _File) -> torch.Tensor:
-        self.prefetch(ticket)
-        assert ticket.read is not None
-        begin = time.perf_counter()
-        host = ticket.read.result()
-        self.waited += time.perf_counter() - begin
-        self._check()
-        ticket.read = None
-        self.moved += host.nbytes
-        return host.to(ticket.device)
-
-    def drop(self, ticket: _File) -> None:
-        self.held -= ticket.numbers * ticket.dtype.itemsize
-        # The file's last reference closes it: that of a running thread, or this one.
-        ticket.read = None
-
-    def _write(self, file: _File, host: torch.Tensor) -> None:
-        try:
-            rest, at = _bytes(host), 0
-            while at < len(rest):
-                at += os.pwrite(file.descriptor.fileno(), rest[at : at + (1 << 27)], at)
-        except OSError as cause:
-            with self._lock:
-                self._failed = self._failed or cause
-
-    def _read(self, file: _File) -> torch.Tensor:
-        assert file.written is not None
-        file.written.result()
-        host = torch.empty(file.numbers, dtype=file.dtype, pin_memory=file.device.type == "cuda")
-        rest, at = _bytes(host), 0
-        while at < len(rest):
-            count = os.preadv(file.descriptor.fileno(), [rest[at : at + (1 << 27)]], at)
-            if count == 0:
-                # A write has failed, and says so by itself.
-                break
-            at += count
-        return host
-
-    def _check(self) -> None:
-        if self._failed is not None:
-            raise self._error(self._failed)
-
-    def _error(self, cause: OSError) -> Error:
-        return Error(
-            f"memory.nvme is {str(self.folder)!r}: {cause.strerror} with {self.held / 1e9:.3f} GB of activations there"
-        )
-
-
-class _File:
-    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device, descriptor: Any) -> None:
-        self.numbers, self.dtype, self.device, self.descriptor = numbers, dtype, device, descriptor
-        self.written: Future[None] | None = None
-        self.read: Future[torch.Tensor] | None = None
-
-
 def check_room(field: str, limit: int, held: int, more: int) -> None:
     """Raises Error when `more` bytes do not fit."""
     if limit and held + more > limit:
         raise Error(f"{field} is {limit}; {held} bytes of activations lie there and {more} more do not fit")
 
 
-def _bytes(host: torch.Tensor) -> memoryview:
-    return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-__all__ = ["FileStore", "MemoryStore", "Store", "check_room"]
+__all__ = ["MemoryStore", "Store", "check_room"]

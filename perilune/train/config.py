@@ -176,7 +176,6 @@ class ParallelConfig:
             _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be >= 1")
         for name in ("shard", "ep"):
             _require(getattr(self, name) >= 0, f"parallel.{name}", getattr(self, name), "must be >= 0")
-        _require(self.pp == 1 or self.zero == 0, "parallel.zero", self.zero, "must be 0 with parallel.pp > 1")
         _require(0 <= self.eps < 1e6, "parallel.eps", self.eps, "must be >= 0")
         _require(self.min_rows >= 0, "parallel.min_rows", self.min_rows, "must be >= 0")
         _require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0 and < 1e7 seconds")
@@ -184,22 +183,28 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is kept between the forward and the backward pass (docs/memory.md); for runs of one process."""
+    """What is kept between the forward and the backward pass, and where (docs/memory.md)."""
 
     plan: str = "none"
     """none, full-recompute, k3, fit, or the path of a TOML file with a table [plan]."""
     budget: int = 0
-    """fit: most bytes of saved activations on the device."""
+    """fit: most bytes on the device: of everything on one GPU that has its gradients, else of saved activations."""
     host_bytes: int = 0
     """Most host memory for activations; 0: no limit."""
     nvme: str | None = None
-    """Folder for what a plan sends to nvme."""
+    """Folder for what a plan, or `optimizer`, sends to nvme."""
+    gradients: Literal["device", "host"] = "device"
+    """host: added up in host memory over the micro-batches of a step; not with parallel.zero 1, which adds once."""
+    optimizer: Literal["device", "host", "nvme"] = "device"
+    """Where the optimizers' states lie between steps; they pass through the device in chunks."""
 
     def __post_init__(self) -> None:
         _require(self.host_bytes >= 0, "memory.host_bytes", self.host_bytes, "must be >= 0")
         _require(
             (self.budget > 0) == (self.plan == "fit"), "memory.budget", self.budget, "must be > 0 with plan fit only"
         )
+        placed = self.optimizer != "nvme" or self.nvme is not None
+        _require(placed, "memory.optimizer", self.optimizer, "needs a folder in memory.nvme")
 
 
 @dataclass(frozen=True)
@@ -245,6 +250,12 @@ class TrainConfig:
         _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "must fit in 64 bits")
         for name in ("eval_every", "checkpoint_every"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must be >= 0")
+        summed = self.memory.gradients == "device" or self.parallel.zero != 1
+        _require(summed, "memory.gradients", self.memory.gradients, "must be 'device' with parallel.zero 1")
+        schedule = self.parallel.schedule
+        fits = self.memory.plan == "none" or "ZeroBubble" not in schedule
+        allowed = f"must be 'none' with parallel.schedule {schedule!r}, which splits backward passes"
+        _require(fits, "memory.plan", self.memory.plan, allowed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, as they stand in the run's config.json."""

@@ -9,14 +9,18 @@ Legend: B matrices of one shape, M rows, N columns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from perilune.errors import Error
+from perilune.memory.optimizer import whole
 from perilune.parallel.muon import Spread
+
+# (optimizer, parameters) -> the parameters in pieces whose states are there (`perilune.memory.optimizer`).
+Chunks = Callable[[torch.optim.Optimizer, Sequence[Tensor]], Iterator[Sequence[Tensor]]]
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
@@ -52,6 +56,7 @@ class Muon(torch.optim.Optimizer):
     State of a parameter: "momentum", a tensor like it. Raises Error for a shape that cannot be split.
 
     spread: turns the parameters whose matrices lie on several ranks (`perilune.parallel.muon`); names: theirs.
+    chunks: brings the momenta where they do not lie on the device.
     """
 
     def __init__(
@@ -65,9 +70,10 @@ class Muon(torch.optim.Optimizer):
         heads: int = 1,
         spread: Spread | None = None,
         names: Mapping[Tensor, str] | None = None,
+        chunks: Chunks = whole,
     ) -> None:
         self.away = {p: n for p, n in (names or {}).items() if spread is not None and spread.takes(n)}
-        self.spread = spread
+        self.spread, self.chunks = spread, chunks
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -87,31 +93,42 @@ class Muon(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         if closure is not None:
             raise Error("Muon.step takes no closure")
-        buckets: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        away: dict[Tensor, Tensor] = {}
+        buckets: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        groups: dict[Tensor, dict[str, Any]] = {}
+        away: list[Tensor] = []
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                state = self.state[param]
+                groups[param] = group
+                if param in self.away:
+                    away.append(param)
+                else:
+                    shape = _matrices(param, group["heads"]).shape[1:]
+                    buckets[(*shape, group["lr"], group["ns_steps"], group["ns_dtype"])].append(param)
+        for (rows, columns, lr, ns_steps, ns_dtype), bucket in buckets.items():
+            updates = self._updates(bucket, groups)
+            parts = [_matrices(updates.pop(param), groups[param]["heads"]) for param in bucket]
+            counts = [part_BMN.shape[0] for part_BMN in parts]
+            turned_BMN = orthogonalize(torch.cat(parts), ns_steps, ns_dtype)
+            for param, part in zip(bucket, torch.split(turned_BMN, counts), strict=True):
+                param.add_(part.reshape(param.shape).to(param.dtype), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+        self._turn_away(self._updates(away, groups))
+
+    def _updates(self, params: Sequence[Tensor], groups: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
+        """Momentum and weight decay of the parameters; what is to be made orthogonal of each."""
+        updates: dict[Tensor, Tensor] = {}
+        for chunk in self.chunks(self, params):
+            for param in chunk:
+                assert param.grad is not None
+                group, state = groups[param], self.state[param]
                 if not state:
                     state["momentum"] = torch.zeros_like(param)
                 average = state["momentum"]
                 average.mul_(group["momentum"]).add_(param.grad)
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                update = torch.add(param.grad, average, alpha=group["momentum"])
-                if param in self.away:
-                    away[param] = update
-                    continue
-                update_BMN = _matrices(update, group["heads"])
-                key = (*update_BMN.shape[1:], group["lr"], group["ns_steps"], group["ns_dtype"])
-                buckets[key].append((param, update_BMN))
-        for (rows, columns, lr, ns_steps, ns_dtype), bucket in buckets.items():
-            counts = [update_BMN.shape[0] for _, update_BMN in bucket]
-            turned_BMN = orthogonalize(torch.cat([update_BMN for _, update_BMN in bucket]), ns_steps, ns_dtype)
-            for (param, _), part in zip(bucket, torch.split(turned_BMN, counts), strict=True):
-                param.add_(part.reshape(param.shape).to(param.dtype), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
-        self._turn_away(away)
+                updates[param] = torch.add(param.grad, average, alpha=group["momentum"])
+        return updates
 
     def _turn_away(self, updates: Mapping[Tensor, Tensor]) -> None:
         """The same for matrices that lie on several ranks; all groups have one learning rate and one iteration."""

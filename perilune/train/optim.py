@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.errors import Error
+from perilune.memory.optimizer import States, whole
 from perilune.parallel.muon import Spread
 from perilune.train.config import OptimConfig
 from perilune.train.muon import Muon
@@ -18,13 +19,17 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch
 
 
 def build_optimizers(
-    params: Mapping[str, Tensor], heads: Mapping[str, int], config: OptimConfig, spread: Spread | None = None
+    params: Mapping[str, Tensor],
+    heads: Mapping[str, int],
+    config: OptimConfig,
+    spread: Spread | None = None,
+    states: States | None = None,
 ) -> dict[str, torch.optim.Optimizer]:
     """{"muon": ..., "adamw": ...} over named parameters; an optimizer without parameters is left out.
 
     heads: name -> row blocks of the matrices that Muon takes (`perilune.model.muon_heads`); all others are AdamW's,
     with weight decay on matrices called `weight` only (embedding and head; not biases, decays or convolutions).
-    spread: where the matrices of Muon are that lie on several ranks.
+    spread: where the matrices of Muon are that lie on several ranks. states: brings states that lie elsewhere.
     Raises Error for a model without parameters or a name in `heads` that is none of them.
     """
     if not params:
@@ -47,6 +52,7 @@ def build_optimizers(
             _DTYPES[config.ns_dtype],
             spread=spread,
             names={param: name for name, param in params.items()},
+            chunks=whole if states is None else states.chunks,
         )
     others = {name: param for name, param in params.items() if name not in heads}
     decayed = [p for name, p in others.items() if name.endswith("weight") and p.dim() >= 2]
@@ -59,6 +65,16 @@ def build_optimizers(
     if groups:
         optimizers["adamw"] = torch.optim.AdamW(groups, config.adam_lr or config.lr, config.betas, config.eps)
     return optimizers
+
+
+def step_optimizers(optimizers: Mapping[str, torch.optim.Optimizer], states: States | None = None) -> None:
+    """One step of each, after which no parameter has a gradient. states: as for `build_optimizers`."""
+    for optimizer in optimizers.values():
+        if states is None or isinstance(optimizer, Muon):
+            optimizer.step()
+        else:
+            states.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
 
 
 def set_learning_rates(
@@ -105,4 +121,4 @@ def clip_gradients(
     return norm
 
 
-__all__ = ["build_optimizers", "clip_gradients", "set_learning_rates"]
+__all__ = ["build_optimizers", "clip_gradients", "set_learning_rates", "step_optimizers"]

@@ -22,7 +22,11 @@ from torch import Tensor
 from perilune.chat import Tokenizer
 from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model import Stats, Transformer, initialize, load, quantized_parameters, save
+from perilune.memory.gradients import HostGradients
+from perilune.memory.optimizer import States
+from perilune.model import Stats, Transformer, outline, quantized_parameters, save
+from perilune.parallel.collectives import local
+from perilune.parallel.fill import Values, drawn, stored
 from perilune.parallel.layout import KEPT
 from perilune.parallel.mesh import local_rank, processes
 from perilune.train.activations import Activations
@@ -40,14 +44,14 @@ from perilune.train.checkpoint import (
     unpack_optimizers,
 )
 from perilune.train.config import TrainConfig
-from perilune.train.data import Batches, held_out_batches
+from perilune.train.data import Batch, Batches, held_out_batches
 from perilune.train.evaluate import Evaluation, evaluate
 from perilune.train.files import find_files
 from perilune.train.flops import count_flops, device_peak
 from perilune.train.log import Bar, Board, MetricsFile
 from perilune.train.malloc import keep_freed_memory
 from perilune.train.masters import Masters
-from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates
+from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates, step_optimizers
 from perilune.train.qat import qat_quant
 from perilune.train.qk_clip import row_factors
 from perilune.train.report import require_plots, write_report
@@ -103,16 +107,19 @@ class Trainer:
         if config.data.held_out and next(held_out_batches(config.data, self.tokenizer), None) is None:
             raise Error(f"data.held_out is {config.data.held_out!r}; it holds no text to evaluate on")
         torch.manual_seed(config.seed)
-        self.model = _build_model(config, self.tokenizer, self.device)
+        self.model, values = _outline_model(config, self.tokenizer)
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             size = self.model.config.vocab_size
             raise Error(f"tokenizer has {self.tokenizer.vocab_size} ids; the model's vocab_size is {size}")
-        self.model = self.team.spread(self.model, config.data.batch_tokens)
+        self.model = self.team.spread(self.model, config.data.batch_tokens, values=values)
         rule = self.model.config.quant.scale_rule if self.model.config.quant else "even"
         self.masters = Masters(self.model, quantized_parameters(self.model.config), rule)
         heads, spread = self.team.matrices(self.model, self.masters.params)
-        self.optimizers = build_optimizers(self.masters.params, heads, config.optim, spread)
-        self.activations = Activations(config.memory, self.model, self.device, self.team.mesh.ranks)
+        self.states = _states(config, self.device)
+        self.optimizers = build_optimizers(self.masters.params, heads, config.optim, spread, self.states)
+        on_host = config.memory.gradients == "host"
+        self.gradients = HostGradients(self.masters.weights, local) if on_host else None
+        self.activations = Activations(config, self.model, self.device, self.team, self.optimizers.values())
         self.balancer = Balancer(self.model, config.balance)
         self.flops = count_flops(self.model.config)
         self.lock: IO[bytes] | None = None
@@ -129,7 +136,11 @@ class Trainer:
             raise
 
     def close(self) -> None:
-        """Let other runs have the folder."""
+        """Let other runs have the folder, and other ranks their memory."""
+        self.activations.close()
+        if self.gradients is not None:
+            self.gradients.close()
+            self.gradients = None
         if self.lock is not None:
             self.lock.close()
             self.lock = None
@@ -153,10 +164,12 @@ class Trainer:
                 logits[layer] = torch.maximum(logits[layer], seen_H) if layer in logits else seen_H
 
         self.model.train()
-        with self.activations.step(lambda: self.team.whole_loss(self.model, batches[0], config.loss_chunk)[0]):
+        with self.activations.step(lambda: self._rehearse(batches[0])):
             total = self.team.passes(self.model, batches, counted, config.loss_chunk, observe)
         self.masters.take_gradients()
         params = self.masters.params
+        for name, grad in self.gradients.take().items() if self.gradients is not None else ():
+            params[name].grad = grad.to(params[name].dtype)
         self.team.add_gradients(params)
         self.team.add([total])
         self.team.add_in_stage(self.balancer.sums())
@@ -166,9 +179,7 @@ class Trainer:
         if not (math.isfinite(mean) and bool(norm.isfinite())):
             raise Error(f"step {self.step + 1}: loss is {mean}, gradient norm {norm.item()}; lower optim.lr or clip")
         lr = set_learning_rates(self.optimizers, config.optim, self.step, config.steps)
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        step_optimizers(self.optimizers, self.states)
         clipped = self._clip_logits(logits)
         self.masters.write_back()
         load = self.balancer.update()
@@ -200,6 +211,13 @@ class Trainer:
         if self.step % max(1, config.steps // _LOAD_ROWS) == 0:
             row["load"] = {str(layer): load_E.tolist() for layer, load_E in load.items()}
         return row
+
+    def _rehearse(self, batch: Batch) -> Tensor:
+        """The forward pass of a micro-batch as in a step, of which nothing is counted."""
+        loss, _ = self.team.whole_loss(self.model, batch, self.config.loss_chunk, gradients=True)
+        self.team.end_evaluation(self.model)
+        self.team.expert_stats()
+        return loss
 
     def _clip_logits(self, logits: dict[int, Tensor]) -> int:
         """QK-clip of the MLA layers; returns how many heads were scaled."""
@@ -385,16 +403,27 @@ class Trainer:
         params, buffers = self.masters.params, dict(self.model.named_buffers())
         wanted = {f"model/{name}": self.team.part(name, value) for name, value in params.items()}
         wanted |= {f"model/{name}": value for name, value in buffers.items()}
-        states = empty_states(stored, params, self.team.shapes or params)
+        outside = None if self.states is None else torch.device("cpu")
+        states = empty_states(stored, params, self.team.shapes or params, outside)
         wanted |= {name: self.team.part(parameter_of(name), value) for name, value in states.items()}
         rng = {name: torch.empty(*stored[name][:1], dtype=torch.uint8) for name in stored if name.startswith("rng/")}
         read_checkpoint(path, wanted | rng)
         self.masters.write_back()
         unpack_optimizers(states, self.optimizers, params)
+        if self.states is not None:
+            for optimizer in self.optimizers.values():
+                self.states.settle(optimizer)
         torch.set_rng_state(rng["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in rng:
             torch.cuda.set_rng_state(rng["rng/cuda"], self.device)
         self.step = step
+
+
+def _states(config: TrainConfig, device: torch.device) -> States | None:
+    where = config.memory
+    if where.optimizer == "device":
+        return None
+    return States(device, Path(where.nvme) if where.optimizer == "nvme" and where.nvme is not None else None)
 
 
 def _compare_settings(now: dict[str, Any], before: dict[str, Any], out: Path) -> None:
@@ -443,20 +472,16 @@ def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
     )
 
 
-def _build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
+def _outline_model(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Transformer, Values]:
+    """The run's whole model without memory, in its dtypes, and where its first numbers come from."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    if config.init_from is not None:
-        model = load(config.init_from, device, dtype)
-        model.set_quant(qat_quant(config.qat, model.config.quant, config.init_from))
-        return model
-    model = initialize(Transformer(shape_of(config, tokenizer)), config.seed)
+    model = outline(shape_of(config, tokenizer))
+    wide = torch.promote_types(dtype, torch.float32)
     for name, param in model.named_parameters():
-        keep = name.endswith(KEPT) and dtype is not torch.float64
-        param.data = param.data.to(device, torch.float32 if keep else dtype)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device, torch.float64 if dtype is torch.float64 else torch.float32))
-    return model
+        param.data = param.data.to(wide if name.endswith(KEPT) else dtype)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(wide)
+    return model, drawn(model, config.seed) if config.init_from is None else stored(config.init_from, model)
 
 
 __all__ = ["Result", "Trainer", "shape_of", "tokenizer_path", "train"]

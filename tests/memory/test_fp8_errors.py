@@ -35,6 +35,10 @@ def errors(table: dict[str, str], dtype: torch.dtype = torch.float32, layers: in
     world = World(dtype, layers)
     _, exact = world.step(None)
     _, got = world.step(Memory(Plan.of(table, required=False), world.weights, MemoryStore()))
+    return relative(got, exact)
+
+
+def relative(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
     exact, got = ({name: g.float() for name, g in grads.items()} for grads in (exact, got))
     size = {name: float(g.norm()) / g.numel() ** 0.5 for name, g in exact.items()}
     least = 1e-3 * max(size.values())
@@ -52,15 +56,32 @@ def test_error_of_one_tensor(name: str) -> None:
     assert worst(found, QKV)[0] <= QKV_LIMIT.get(name, LIMITS[name])
 
 
-def test_error_of_the_k3_preset() -> None:
-    found = errors(PRESETS["k3"])
+@pytest.mark.parametrize("layers", [4, 8])
+def test_error_of_the_k3_preset(layers: int) -> None:
+    found = errors(PRESETS["k3"], layers=layers)
     assert worst(found, QKV)[0] <= 2e-2
+    assert worst(found, ("o_proj",))[0] <= 1.2e-2
     assert worst(found)[0] <= 5e-2
 
 
+def noise(layers: int) -> dict[str, float]:
+    """Relative error of a bf16 model's gradients whose backward pass rounds every number otherwise."""
+    world = World(torch.bfloat16, layers)
+    _, exact = world.step(None)
+    world.model.zero_grad(set_to_none=True)
+    (3 * world.forward()).backward()
+    thirds = {n: p.grad.float() / 3 for n, p in world.model.named_parameters() if p.grad is not None}
+    return relative(thirds, exact)
+
+
 if __name__ == "__main__":
-    rows = {name: errors({name: "fp8"}) for name in LIMITS} | {"k3": errors(PRESETS["k3"])}
-    rows |= {f"k3, {layers} layers, bf16": errors(PRESETS["k3"], torch.bfloat16, layers) for layers in (4, 8, 16)}
+    rows = {name: errors({name: "fp8"}) for name in LIMITS}
+    for layers in (4, 8, 16):
+        rows |= {f"k3, {layers} layers": errors(PRESETS["k3"], layers=layers)}
+        rows |= {f"k3, {layers} layers, bf16": errors(PRESETS["k3"], torch.bfloat16, layers)}
+        rows |= {f"nothing, {layers} layers, another rounding in bf16": noise(layers)}
     for name, found in rows.items():
-        (any_error, weight), (qkv_error, qkv_weight) = worst(found), worst(found, QKV)
-        print(f"| {name} | {qkv_error:.1e} | {qkv_weight} | {any_error:.1e} | {weight} |")
+        parts = (QKV, ("o_proj",), ("",))
+        print(
+            f"| {name} | " + " | ".join(f"{error:.1e} ({weight})" for error, weight in (worst(found, p) for p in parts))
+        )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from perilune.memory import Memory, Plan
+from perilune.memory.fit import fit, working_set
 from perilune.memory.profile import device_bytes, predict, profile
 from perilune.ops.names import keep, layer
 
@@ -30,7 +31,7 @@ def forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("table", [{"*": "host"}, {"a": "recompute", "h": "host"}, {"a": "host"}])
-@pytest.mark.parametrize("in_flight", [1, 8])
+@pytest.mark.parametrize("in_flight", [1 << 20, 1 << 30])
 def test_bits_and_pinned_buffers(table: dict[str, str], in_flight: int, weights: list[torch.Tensor]) -> None:
     from perilune.memory.pinned import PinnedStore
 
@@ -50,6 +51,29 @@ def test_bits_and_pinned_buffers(table: dict[str, str], in_flight: int, weights:
     buffers = [buffer.bytes for size in store._free.values() for buffer in size]
     assert buffers
     assert all(buffer.is_pinned() for buffer in buffers)
+
+
+def test_fit_bounds_the_peak(weights: list[torch.Tensor]) -> None:
+    """Weights, gradients, working set and what the plan keeps: the allocator's peak stays within the budget."""
+    from perilune.memory.pinned import PinnedStore
+
+    x, device = torch.randn(ROWS, WIDTH, device="cuda"), torch.device("cuda")
+    for w in weights:
+        w.grad = torch.zeros_like(w)
+    noted = profile(lambda: forward(x, weights), [*weights, x], device)
+    around = torch.cuda.memory_allocated() + working_set(lambda: forward(x, weights), [*weights, x], noted, device)
+    budget = around + device_bytes(predict(noted, Plan())) // 2
+    plan = fit(noted, budget, 50e9, around=around)
+    assert plan.rules
+    memory = Memory(plan, [*weights, x], PinnedStore(device, in_flight=1 << 24))
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with memory.step():
+            forward(x, weights).backward()
+        assert torch.cuda.max_memory_allocated() <= budget
+    for w in weights:
+        w.grad = None
 
 
 def test_predicted_bytes_are_the_allocators(weights: list[torch.Tensor]) -> None:

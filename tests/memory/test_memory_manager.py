@@ -59,6 +59,22 @@ def test_the_experts_keep_their_dispatch_input_only(world: World) -> None:
     assert memory.rows["layers.2.moe.z"].before == tokens * latent * 4
 
 
+def test_the_experts_can_keep_their_products(world: World) -> None:
+    """Their re-dispatch is a region like others, but by default computed again: the same bits when it is kept."""
+    loss, gradients = world.step(None)
+    unnamed = []
+    for table in ({}, {"moe.h": "recompute"}, {"layers.2.moe.h": "keep"}):
+        memory = Memory(Plan.of(table), world.weights)
+        got, found = world.step(memory)
+        assert torch.equal(got, loss)
+        assert all(torch.equal(found[n], g) for n, g in gradients.items())
+        unnamed.append(memory.rows["(unnamed)"].device)
+    rows, width = 75 * 2, 2 * 16
+    assert [size - unnamed[0] for size in unnamed] == [0, 0, rows * width * 4]
+    with pytest.raises(Error, match=r"moe\.h' matches no name that can be host"):
+        world.step(Memory(Plan.of({"moe.h": "host"}), world.weights, MemoryStore()))
+
+
 def test_control_tensors_and_weights_are_never_touched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a plan says, no store and no codec sees integers, weights or anything without a name."""
     seen: list[torch.Tensor] = []
@@ -102,6 +118,24 @@ def test_a_name_that_comes_after_the_operation_saved_its_output() -> None:
         assert store.held == 0
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * x.detach().exp() * x.detach().exp())
+
+
+def test_a_recipe_lives_as_long_as_its_tensor() -> None:
+    """A tensor that is used in the next layer only is computed again as well."""
+    w = torch.randn(64, 64, requires_grad=True)
+    left = {}
+    for plan in ({}, {"a": "recompute"}):
+        with Census(CPU) as census, Memory(Plan.of(plan), [w]).step():
+            layer(0)
+            h = keep("h", w * 2)
+            a = keep("a", h.sin(), torch.sin, h)
+            layer(1)
+            loss = (a @ w).sum()
+            del h, a
+            left[len(plan)] = (census.alive() - loss.nbytes) // w.nbytes
+            (gradient,) = torch.autograd.grad(loss, w)
+        assert gradient.isfinite().all()
+    assert left == {0: 2, 1: 1}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

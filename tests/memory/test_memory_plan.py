@@ -21,7 +21,7 @@ def test_placements_read_and_print_the_same(text: str) -> None:
     assert str(Placement.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "hots", "host+fp8", "recompute+fp8", "fp8+fp8", "keep+host", "peer"])
+@pytest.mark.parametrize("text", ["", "hots", "host+fp8", "recompute+fp8", "fp8+fp8", "keep+host", "peer+fp8"])
 def test_other_placements_are_refused(text: str) -> None:
     with pytest.raises(Error, match=r"placement of 'kda\.u' is .*allowed: keep, recompute"):
         Plan.of({"kda.u": text})

@@ -10,7 +10,8 @@ from test_memory_manager import LOSSLESS, LOSSY
 from perilune import Error
 from perilune.memory import Memory, MemoryStore, Plan
 from perilune.memory.census import Census
-from perilune.memory.profile import Profile, device_bytes, fit, predict, profile
+from perilune.memory.fit import fit, resident
+from perilune.memory.profile import Profile, device_bytes, predict, profile
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,14 @@ def test_predicted_is_measured(name: str, world: World, noted: Profile) -> None:
     assert memory.rows == rows
 
 
+def test_what_experts_keep_if_told_to(world: World, noted: Profile) -> None:
+    plan = Plan.of({"layers.2.moe.h": "keep", "layers.1.ffn": "recompute", "layers.1.moe.h": "keep"}, False)
+    rows = predict(noted, plan)
+    memory = Memory(plan, world.weights)
+    assert counted(world, memory) == device_bytes(rows)
+    assert memory.rows == rows
+
+
 def test_plans_order_as_they_should(noted: Profile) -> None:
     size = {name: device_bytes(predict(noted, Plan.of(table, False))) for name, table in (LOSSLESS | LOSSY).items()}
     assert size["full-recompute"] < 0.2 * size["none"]
@@ -53,7 +62,7 @@ def test_fit_keeps_within_its_budget(share: float, world: World, noted: Profile)
     whole = device_bytes(predict(noted, Plan()))
     plan = fit(noted, int(share * whole), link=1e9)
     rows = predict(noted, plan)
-    assert device_bytes(rows) <= share * whole
+    assert resident(rows) <= share * whole
     assert bool(plan.rules) == (share < 1)
     loss, gradients = world.step(None)
     got, found = world.step(Memory(plan, world.weights, MemoryStore()))
@@ -63,11 +72,15 @@ def test_fit_keeps_within_its_budget(share: float, world: World, noted: Profile)
 
 def test_fit_weighs_time(noted: Profile) -> None:
     """An endless link is cheaper than any computation, none at all dearer."""
-    half = device_bytes(predict(noted, Plan())) // 2
-    placed = {rate: {str(r.placement) for r in fit(noted, half, rate).rules} for rate in (1e30, 1e-30)}
+    most = device_bytes(predict(noted, Plan())) * 3 // 4
+    placed = {rate: {str(r.placement) for r in fit(noted, most, rate).rules} for rate in (1e30, 1e-30)}
     assert "host" in placed[1e30]
     assert "recompute" in placed[1e-30]
-    assert len(fit(noted, half, 1e30, host=False).rules) > 0
+    # What is there around the plan takes from the budget.
+    assert fit(noted, most + 1000, 1e9, around=1000).rules
+    with pytest.raises(Error, match="the least that can be reached"):
+        fit(noted, most, 1e9, around=most)
+    assert len(fit(noted, most, 1e30, host=False).rules) > 0
 
 
 def test_what_cannot_be_reached(noted: Profile) -> None:

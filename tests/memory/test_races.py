@@ -54,7 +54,7 @@ def test_no_order_of_events_changes_a_number(seed: int, monkeypatch: pytest.Monk
     does not wait for the way out), and buffers that are used again."""
     device = SlowDevice(seed)
     device.install(monkeypatch)
-    store = PinnedStore(CPU, in_flight=1 + seed % 4)
+    store = PinnedStore(CPU, in_flight=16 * (seed % 4))
     steps = 4
     read = use(device, store, steps)
     store._let_go(0)
@@ -68,7 +68,7 @@ def test_no_order_of_events_changes_a_number(seed: int, monkeypatch: pytest.Monk
     assert store.pinned == 6 * 16
 
 
-@pytest.mark.parametrize("missing", ["wait_event", "_let_go", "drop"])
+@pytest.mark.parametrize("missing", ["wait_event", "_free_source", "drop"])
 def test_these_tests_see_a_missing_edge(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the order by events, or with memory freed early, some seed fails: the tests above are not blind."""
 
@@ -81,12 +81,12 @@ def test_these_tests_see_a_missing_edge(missing: str, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             device = SlowDevice(seed)
             device.install(patch)
-            store = PinnedStore(CPU, in_flight=1 + seed % 4)
+            store = PinnedStore(CPU, in_flight=16 * (seed % 4))
             if missing == "wait_event":
                 for stream in device.streams:
                     patch.setattr(stream, "wait_event", lambda event: None)
-            elif missing == "_let_go":
-                patch.setattr(PinnedStore, "_let_go", lambda store, most: store._leaving.clear())
+            elif missing == "_free_source":
+                patch.setattr(PinnedStore, "_free_source", lambda store, ticket: setattr(ticket, "source", None))
             else:
                 patch.setattr(PinnedStore, "drop", careless)
             read = use(device, store, 3)
@@ -96,6 +96,28 @@ def test_these_tests_see_a_missing_edge(missing: str, monkeypatch: pytest.Monkey
             right = [x.tolist() for x in read] == [[10.0 * s + i] * 4 for s in range(3) for i in (5, 4, 2, 1, 0)]
             failures += not (right and all(memory.isnan().all() for memory in device.poisoned))
     assert failures > 0
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_the_stream_is_the_one_of_the_call(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trl 7195: whoever computes on another stream than the one at the store's making. noted: with that mistake."""
+    failures = 0
+    for seed in range(30):
+        with monkeypatch.context() as patch:
+            device = SlowDevice(seed)
+            device.install(patch)
+            store = PinnedStore(CPU, in_flight=16 * (seed % 4))
+            first = device.main
+            device.main = device.current = device.new_stream(None)
+            if noted:
+                patch.setattr(torch.cuda, "current_stream", lambda _, first=first: first)
+            read = use(device, store, 3)
+            store._let_go(0)
+            device.reuse()
+            device.finish()
+            right = [x.tolist() for x in read] == [[10.0 * s + i] * 4 for s in range(3) for i in (5, 4, 2, 1, 0)]
+            failures += not (right and all(memory.isnan().all() for memory in device.poisoned))
+    assert (failures > 0) == noted
 
 
 def test_pinned_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

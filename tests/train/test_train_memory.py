@@ -74,9 +74,10 @@ def test_the_report(plan: str, tiny_run: TrainConfig, tmp_path: Path, capsys: py
     file.write_text("\n".join(lines))
     main(["train", str(file), "--memory.plan", plan, "--memory-report"])
     out = capsys.readouterr().out
-    last = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines() if line[0] in "psc"}
+    last = {line.split("  ")[0]: line.split()[-3:] for line in out.splitlines() if line[0] in "psc"}
     assert last["predicted"] == last["step"]
     assert last["census of the device"][-1] == last["step"][0]
     assert " !" not in out
     assert "kda.core        (region)" in out
     assert not list((tmp_path / "run").glob("steps/*"))
+    assert (Path(str(values["out"])) / "memory.png").read_bytes().startswith(b"\x89PNG")
