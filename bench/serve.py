@@ -5,12 +5,11 @@
 decode: tokens a second and ms a step at batch 1 to 256, with and without CUDA graphs, and the share of the byte floor:
 the bytes that a step must read (weights but the embedding, the experts that a uniform router would touch, matrices and
 tails, MLA rows) over --bandwidth. ttft: time to the first token by how much of the prompt is cached, on the device and
-on the host. drafts: prompt lookup on a text that repeats itself. long: one long prompt, cold and warm, and the time to
-the first token of short prompts that arrive while it is computed. replay: `serve_replay`. load: a checkpoint of this
-model written to --folder and read again, from the page cache. peer: transformers' generate, if it runs.
---layers: fewer than all 27. --shape k3: layers of Kimi-K3 with --experts of its 896 experts (a rank's share). Times are
-wall clock around whole steps (decode: three runs of --steps steps), after a warm-up of the same shapes; every prompt is
-random tokens.
+on the host. drafts: prompt lookup on a text that repeats itself. long: `serve_long`. replay: `serve_replay`. load: a
+checkpoint of this model in --folder (written if it is not there) read by each of --readers, from the page cache and
+without it. peer: transformers' generate, if it runs. --layers: fewer than all 27. --shape k3: layers of Kimi-K3 with
+--experts of its 896 experts (a rank's share). Times are wall clock around whole steps (decode: three runs of --steps
+steps), after a warm-up of the same shapes; every prompt is random tokens.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from serve_floor import decode_bytes, prefill_seconds
+from serve_long import VOCABULARY, first_token, long, now, prompts
 from serve_replay import replay
 
 from perilune import ModelConfig, Transformer
 from perilune.model import load, save
 from perilune.serve import Engine, EngineConfig, Params
 from perilune.serve.control import sleep
-
-VOCABULARY = 163840
 
 
 def config_of(layers: int, shape: str = "kimi-linear", experts: int | None = None, packed: bool = False) -> ModelConfig:
@@ -79,39 +78,11 @@ def random_model(config: ModelConfig, device: str) -> Transformer:
     return model.eval()
 
 
-def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (count, length), generator=generator).tolist()
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def forget(engine: Engine) -> None:
     """Give an engine's memory back; its requests are dropped."""
     for request in engine.scheduler.requests():
         engine.abort(request.id)
     sleep(engine)
-
-
-def floor_bytes(model: Transformer, batch: int, cached: int) -> int:
-    """Bytes that one decode step of `batch` sequences with `cached` tokens each must read."""
-    config, weights, experts = model.config, 0, 0
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate_up_E2FL", "down_ELF")):
-            experts += parameter.numel() * parameter.element_size()
-        elif not name.startswith("embed"):
-            weights += parameter.numel() * parameter.element_size()
-    experts += sum(buffer.nbytes for name, buffer in model.named_buffers() if name.endswith(("_codes", "_scales")))
-    touched = 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
-    kda, mla = len(config.kda.layers), len(config.mla.layers)
-    heads, dim = config.kda.num_heads, config.kda.head_dim
-    state = kda * heads * (dim * dim * 4 + 32 * 3 * dim * 4)  # a matrix and half a tail
-    rows = mla * cached * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * 2
-    return int(weights + touched * experts + batch * (state + rows))
 
 
 def decode(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -134,7 +105,7 @@ def decode(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str
                     engine.step()
                 times.append((now() - begin) / options.steps)
             seconds = statistics.median(times)
-            least = floor_bytes(model, batch, 560) / options.bandwidth
+            least = decode_bytes(model, batch, 560) / options.bandwidth
             yield {
                 "batch": batch,
                 "graphs": bool(graphs),
@@ -145,17 +116,6 @@ def decode(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str
                 "share_of_floor": round(least / seconds, 3),
             }
             forget(engine)
-
-
-def first_token(engine: Engine, tokens: list[int], beside: Callable[[], None] = lambda: None) -> tuple[float, int]:
-    """Seconds from `add` to the first token, and how many prompt tokens were cached."""
-    begin = now()
-    id = engine.add(tokens, Params(max_tokens=1, temperature=0))
-    while True:
-        for output in engine.step():
-            if output.id == id and output.tokens:
-                return now() - begin, output.cached
-        beside()
 
 
 def ttft(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -185,6 +145,7 @@ def ttft(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, 
                 "tier": kind,
                 "ms": round(statistics.median(times[1:]) * 1e3, 2),
                 "ms_range": [round(min(times[1:]) * 1e3, 2), round(max(times[1:]) * 1e3, 2)],
+                "floor_ms": round(prefill_seconds(model, length - cached, cached, options.bandwidth) * 1e3, 2),
             }
         forget(engine)
 
@@ -237,42 +198,6 @@ def drafts(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str
     embed[cycle], head[cycle] = kept
 
 
-def long(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = EngineConfig(options.arena, slots=8, token_budget=options.budget)
-    engine = Engine(model, config)
-    first_token(engine, prompts(1, 9000, 1)[0])
-    text = prompts(1, options.long, 2)[0]
-    short: list[float] = []
-    waiting: dict[int, float] = {}
-
-    def beside() -> None:
-        """Every few steps a short prompt arrives."""
-        if engine.counters.steps % 4 == 0 and not waiting:
-            tokens = prompts(1, 200, engine.counters.steps)[0]
-            waiting[engine.add(tokens, Params(max_tokens=1, temperature=0))] = now()
-
-    begin = now()
-    id = engine.add(text, Params(max_tokens=1, temperature=0))
-    cold = None
-    while cold is None or waiting:
-        for output in engine.step():
-            if output.id == id and output.tokens:
-                cold = now() - begin
-            elif output.id in waiting and output.tokens:
-                short.append(now() - waiting.pop(output.id))
-        if cold is None:
-            beside()
-    warm, cached = first_token(engine, [*text, 5, 6, 7])
-    yield {
-        "tokens": options.long,
-        "cold_s": round(cold, 3),
-        "warm_ms": round(warm * 1e3, 2),
-        "warm_hit": cached,
-        "short_ttft_ms": [round(1e3 * f(short), 1) for f in (min, statistics.median, max)] if short else None,
-        "short_count": len(short),
-    }
-
-
 def peer(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """transformers' generate at the same depth, in process, with weights of its own."""
     import transformers
@@ -288,32 +213,51 @@ def peer(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, 
     for batch in (1, 16):
         ids = torch.tensor(prompts(batch, 512), device=options.device)
         made = {}
-        for count in (4, 4, 20):  # the first is a warm-up
+        for count in (2, 2, 10):  # the first is a warm-up
             begin = now()
             theirs.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
             made[count] = now() - begin
-        step = (made[20] - made[4]) / 16
+        step = (made[10] - made[2]) / 8
         yield {"peer": "transformers", "batch": batch, "ms": round(step * 1e3, 2), "tokens_s": round(batch / step, 1)}
 
 
 def read(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """GB/s of `perilune.model.load` on files that the system has in memory."""
+    """GB/s of `perilune.model.load` by reader, from files that the system has in memory and from such as it has not."""
     folder = Path(options.folder)
-    begin = now()
-    save(model, folder)
-    written = now() - begin
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    times = []
-    for _ in range(3):
+    if not (folder / "config.json").exists():
         begin = now()
-        load(folder, options.device)
-        times.append(now() - begin)
-    yield {
-        "gb": round(size / 1e9, 2),
-        "written_gb_s": round(size / written / 1e9, 2),
-        "read_gb_s": round(size / statistics.median(times) / 1e9, 2),
-        "seconds": [round(t, 2) for t in times],
-    }
+        save(model, folder)
+        yield {"written_s": round(now() - begin, 2)}
+    files = list(folder.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+
+    def seconds(reader: Any) -> float:
+        begin = now()
+        load(folder, options.device, reader=reader)
+        return now() - begin
+
+    times: dict[str, list[float]] = {reader: [] for reader in options.readers}
+    for _ in range(4):  # the first one is a warm-up
+        for reader, found in times.items():
+            found.append(seconds(reader))
+    for reader, found in times.items():
+        forget_files(files)
+        cold = seconds(reader)
+        yield {
+            "reader": reader,
+            "gb": round(size / 1e9, 2),
+            "read_gb_s": round(size / statistics.median(found[1:]) / 1e9, 2),
+            "seconds": [round(t, 2) for t in found[1:]],
+            "cold_gb_s": round(size / cold / 1e9, 2),
+        }
+
+
+def forget_files(files: list[Path]) -> None:
+    """Drop files from the system's memory; does nothing to files that live there."""
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 PARTS = {
@@ -327,6 +271,9 @@ PARTS = {
 }
 
 
+REPORTED = ("bandwidth", "budget", "arena", "steps", "prompt", "long", "rate", "sessions", "faster", "replay_arena")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=27)
@@ -336,6 +283,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16384)
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a step")
     parser.add_argument("--long", type=int, default=262144)
+    parser.add_argument("--rate", type=float, default=2.0, help="short requests a second beside the long prompt")
     parser.add_argument("--arena", type=int, default=8 * 10**9, help="bytes of the device arena")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second of the floor")
     parser.add_argument("--shape", choices=("kimi-linear", "k3"), default="kimi-linear")
@@ -348,6 +296,7 @@ def main() -> None:
     parser.add_argument("--faster", type=float, default=100.0, help="how much faster than the trace")
     parser.add_argument("--replay-arena", type=int, default=1_500_000_000)
     parser.add_argument("--folder", default="/tmp/perilune-bench-checkpoint")
+    parser.add_argument("--readers", type=lambda text: text.split(","), default=["safetensors"], help="of load")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -362,7 +311,7 @@ def main() -> None:
         "experts": config.moe.num_experts,
         "mla_layers": len(config.mla.layers),
         "weights_gb": round(sum(p.nbytes for p in [*model.parameters(), *model.buffers()]) / 1e9, 2),
-        "bandwidth": options.bandwidth,
+        "options": {name: getattr(options, name) for name in REPORTED},
     }
     print(json.dumps(facts), flush=True)
     for name in options.only.split(","):

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import math
 import os
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -99,7 +101,7 @@ class Serve:
     enable_chunked_prefill: bool = False
     """accepted: prompts are always computed in chunks"""
     load_format: Literal["auto", "safetensors", "fastsafetensors"] = "auto"
-    """accepted: safetensors are mapped and copied tensor by tensor, whatever is asked for"""
+    """what reads the files; fastsafetensors needs `pip install 'perilune[fastsafetensors]'`, else safetensors reads"""
     trust_remote_code: bool = False
     """accepted and without effect: no code of a model repository is ever run"""
     max_body_bytes: int = 8_000_000
@@ -133,7 +135,7 @@ def run(arguments: list[str]) -> None:
     engine = engine_config(args, config, on.type)
     import torch
 
-    from perilune.serve import LLM
+    from perilune.serve import LLM, EngineError
     from perilune.serve.replicas import Replicas
     from perilune.serve.server import build_app, logs
     from perilune.serve.server.run import serve
@@ -144,10 +146,16 @@ def run(arguments: list[str]) -> None:
     folder = folder_of(args.model, args.revision, args.download_dir)
     dtype = None if args.dtype in ("auto", "stored") else getattr(torch, args.dtype)
     options: dict[str, Any] = {"device": str(on), "dtype": dtype, "packed": True, "ranks": args.tensor_parallel_size}
+    options["reader"] = reader(args)
     one = args.data_parallel_size == 1
     llm = LLM(folder, engine, **options) if one else Replicas(folder, engine, args.data_parallel_size, **options)
     try:
         serve(build_app(server_config(args), llm), args.host, args.port)
+    except EngineError as error:
+        llm.close() if isinstance(llm, LLM) else asyncio.run(llm.drain(0))
+        # What waits on a GPU for a rank that has ended could keep this process from ending.
+        print(f"perilune: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
     finally:
         llm.close() if isinstance(llm, LLM) else asyncio.run(llm.drain(0))
 
@@ -214,13 +222,19 @@ def server_config(args: Serve) -> ServerConfig:
     )
 
 
+def reader(args: Serve) -> str:
+    """What reads the files: the command of a machine that has fastsafetensors works on one that has not."""
+    there = args.load_format == "fastsafetensors" and find_spec("fastsafetensors") is not None
+    return "fastsafetensors" if there else "safetensors"
+
+
 def notes(args: Serve) -> list[str]:
     """What an operator should know of flags that are taken and do nothing, and of an open door."""
     out = []
     if args.trust_remote_code:
         out.append("--trust-remote-code has no effect: no code of a model repository is ever run")
-    if args.load_format == "fastsafetensors":
-        out.append("--load-format fastsafetensors: files are read by Perilune's own loader")
+    if reader(args) != args.load_format != "auto":
+        out.append("--load-format fastsafetensors needs `pip install 'perilune[fastsafetensors]'`: safetensors reads")
     if args.host not in ("127.0.0.1", "localhost", "::1") and not (args.api_key or os.environ.get("PERILUNE_API_KEY")):
         out.append(f"listening on {args.host} without --api-key: whoever reaches it may use it")
     return out

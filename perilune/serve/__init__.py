@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from perilune.serve.cache import Chain, Geometry, PrefixCache
     from perilune.serve.config import EngineConfig
     from perilune.serve.engine import Engine, Hold
+    from perilune.serve.errors import EngineError
     from perilune.serve.llm import LLM
     from perilune.serve.replicas import Replicas
     from perilune.serve.request import Logprob, Output, Params
@@ -26,6 +27,7 @@ _HOMES = {
     "perilune.serve.cache": ("Chain", "Geometry", "PrefixCache"),
     "perilune.serve.config": ("EngineConfig",),
     "perilune.serve.engine": ("Engine", "Hold"),
+    "perilune.serve.errors": ("EngineError",),
     "perilune.serve.llm": ("LLM",),
     "perilune.serve.replicas": ("Replicas",),
     "perilune.serve.request": ("Logprob", "Output", "Params"),
@@ -51,6 +53,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "EngineConfig",
+    "EngineError",
     "Geometry",
     "Hold",
     "Logprob",

@@ -5,7 +5,8 @@ async with AsyncLLM(LLM("checkpoint")) as llm:
         print(delta.text, end="")
 
 The thread owns the LLM: what others want of it (add, abort, `call`) waits in one queue and happens between two steps,
-in order. A request that was accepted ends with a delta that has its answer; with an Error only if the engine is lost.
+in order. A request that was accepted ends with a delta that has its answer; with an EngineError only if the engine is
+lost.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from perilune.errors import Error
 from perilune.serve.answer import Answer
+from perilune.serve.errors import EngineError
 from perilune.serve.llm import LLM, Prompt
 from perilune.serve.request import Output, Params
 
 T = TypeVar("T")
 _IDLE = 0.002  # seconds between looks at an engine that waits for copies or for memory
+_LOST = 5.0  # seconds that an engine which has failed has to come out of its step
 _FAILURES = 64  # steps in a row that raise before the engine is given up
 
 
@@ -128,12 +130,21 @@ class AsyncLLM:
         """Take no new request, wait until all have ended, then end the thread. After `seconds` the rest is aborted."""
         self._closing = True
         self._send(lambda: None, late=True)  # wakes the thread
-        end = None if seconds is None else time.monotonic() + seconds
+        begin = time.monotonic()
+        end = None if seconds is None else begin + seconds
         while not self._stopped.is_set():
+            if self.failure is not None and time.monotonic() > begin + _LOST:
+                self._lose(self.failure)  # its thread waits for a rank that is not there
+                return
             if end is not None and time.monotonic() >= end:
                 self._send(self._abort_all, late=True)
                 end = None
             await asyncio.sleep(0.005)
+
+    @property
+    def failure(self) -> str | None:
+        """`LLM.failure`: why nothing is answered again."""
+        return self._llm.failure
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -151,7 +162,7 @@ class AsyncLLM:
             if not self._stopped.is_set():
                 self._commands.put(command)
             elif not late:
-                raise Error("the engine has been drained; it takes no request")
+                raise self._over("the engine has been drained; it takes no request")
 
     # --- the engine's thread
 
@@ -188,11 +199,14 @@ class AsyncLLM:
             pieces, finished = self._llm.step()
             self._failures = 0
         except BaseException as error:
+            if self.failure is not None:
+                self._lose(self.failure)
+                return None
             # Those that ran have ended, and the next step says so; unless steps do nothing but raise.
             self._failures += 1
             if self._failures >= _FAILURES:
                 for id, ticket in self._tickets.items():
-                    ticket.give(Error(f"the engine has failed: {error!r}"))
+                    ticket.give(EngineError(f"the engine has failed: {error!r}", "failed"))
                     self._llm.abort(id)
                 self._tickets.clear()
             return 0
@@ -213,10 +227,22 @@ class AsyncLLM:
             return None
         return _IDLE if engine.idle else 0
 
+    def _lose(self, failure: str) -> None:
+        """Nothing comes any more: tell all who wait."""
+        self._closing = True
+        for ticket in [*self._tickets.values()]:
+            ticket.give(EngineError(failure, "failed"))
+        self._tickets.clear()
+
+    def _over(self, why: str) -> EngineError:
+        """What one who comes after the end is told."""
+        failure = self.failure
+        return EngineError(why, "draining") if failure is None else EngineError(failure, "failed")
+
     def _add(self, ticket: Ticket, prompt: Prompt, params: Params, options: dict[str, Any]) -> None:
         try:
             if self._closing:
-                raise Error("the engine is being drained; it takes no new request")
+                raise self._over("the engine is being drained; it takes no new request")
             ticket.id = self._llm.add(prompt, params, **options)
         except BaseException as error:
             ticket.give(error)
@@ -233,7 +259,7 @@ class AsyncLLM:
         for id, ticket in self._tickets.items():
             self._llm.abort(id)
             if engine.paused or engine.asleep or engine.incomplete:  # no step will say so
-                ticket.give(Error("the engine was drained while it could not step"))
+                ticket.give(EngineError("the engine was drained while it could not step", "draining"))
                 gone.append(id)
         for id in gone:
             del self._tickets[id]

@@ -9,6 +9,7 @@ import torch
 
 from perilune.errors import Error
 from perilune.serve.engine import Engine
+from perilune.serve.errors import EngineError
 
 
 def update_weights(
@@ -31,7 +32,7 @@ def update_weights(
     if running not in ("recompute", "keep", "abort"):
         raise Error(f"running is {running!r}; allowed: 'recompute', 'keep', 'abort'")
     if engine.asleep:
-        raise Error(f"the engine sleeps at level {engine.asleep}; wake it first")
+        raise EngineError(f"the engine sleeps at level {engine.asleep}; wake it first", "unavailable")
     own, before = engine.runner.weights(), engine.incomplete
     if isinstance(weights, Collection):
         for name, value in weights:

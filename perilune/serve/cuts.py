@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from perilune.config import ModelConfig
 from perilune.serve.cache import live
 from perilune.serve.cache.cache import PrefixCache
 from perilune.serve.request import Request, State
 from perilune.serve.work import Chunk
+from perilune.sizes import count
 
 if TYPE_CHECKING:
     from perilune.serve.scheduler import Scheduler
@@ -65,18 +67,23 @@ def grow(cache: PrefixCache, request: Request, end: int, now: float) -> bool:
 
 def prompt_chunks(scheduler: Scheduler, budget: int, now: float) -> list[Chunk]:
     """What of the prompts that have begun fits into a step: the one with least left first, so that a short one does not
-    wait for a longer one that came before, unless that has waited for too long. Long ones leave a share to short ones.
+    wait for a longer one that came before, unless that has waited for too long. Long ones leave a share to short ones,
+    and where somebody waits for the step's end, a token after a long prefix counts for the work that it is.
     """
     filling = [request for request in scheduler.running if request.state is State.PREFILL]
     filling.sort(key=lambda request: _turn(scheduler, request, now))
-    share, grid = budget, scheduler.cache.geometry.grid
-    if any(not scheduler.admission.is_long(request) for request in [*filling, *scheduler.waiting]):
+    share, grid, reach = budget, scheduler.cache.geometry.grid, scheduler.reach
+    short = any(not scheduler.admission.is_long(request) for request in [*filling, *scheduler.waiting])
+    hurried = short or len(filling) < len(scheduler.running)
+    if short:
         # Never less than a chunk: short requests may be waiting for the memory of a long one.
         share = max(grid, int(budget * scheduler.config.long_share))
     chunks = []
     for request in filling:
         long = scheduler.admission.is_long(request)
         room = min(budget, share) if long else budget
+        if long and hurried:
+            room = min(room, max(grid, int(room * reach / (reach + request.computed))))
         ends = [depth for depth in request.marks if depth > request.computed] if scheduler.device.on_grid else []
         end = min([request.computed + room, request.length, *ends])
         point, inside = end // grid * grid, end != request.length and end not in request.marks
@@ -94,4 +101,11 @@ def prompt_chunks(scheduler: Scheduler, budget: int, now: float) -> list[Chunk]:
     return chunks
 
 
-__all__ = ["decode_chunks", "grow", "prompt_chunks"]
+def reach_of(config: ModelConfig) -> float:
+    """The length of a prefix after which a token costs twice: attention to it takes as many products as the rest."""
+    mla = config.mla
+    pairs = len(mla.layers) * mla.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    return count(config).active / pairs
+
+
+__all__ = ["decode_chunks", "grow", "prompt_chunks", "reach_of"]

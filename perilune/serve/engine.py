@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +19,11 @@ import torch
 from perilune.errors import Error
 from perilune.model import Stats, Transformer
 from perilune.serve import sampling, segment
-from perilune.serve.cache import Chain, Lease, PrefixCache, check_integrity, live
+from perilune.serve.cache import Chain, PrefixCache, check_integrity, live
 from perilune.serve.config import EngineConfig
-from perilune.serve.holds import Hold
+from perilune.serve.cuts import reach_of
+from perilune.serve.errors import EngineError
+from perilune.serve.holds import Hold, checked
 from perilune.serve.incoming import new_request
 from perilune.serve.pools import Layout, Pools
 from perilune.serve.request import Output, Params
@@ -73,11 +74,12 @@ class Engine:
             raise Error(f"engine.arena_bytes is {config.arena_bytes}; one page needs {geometry.page_bytes}")
         self.pools = Pools(self.layout, pages[0], pages[1], weight.device)
         self.runner, self.ranks = runner_for(model, self.pools, config, ranks), ranks
+        self._memory: segment.Memory = self.pools if ranks is None else ranks.together_as_one(self.pools)
         self.cache = PrefixCache(
             geometry, config.arena_bytes, config.host_bytes, config.placement, config.eviction, self.runner.move
         )
         self.speculation = Speculation(drafter or NgramDrafter(), config.drafts, model.config.vocab_size)
-        self.scheduler = Scheduler(config, self.cache, self.runner, self.speculation.propose)
+        self.scheduler = Scheduler(config, self.cache, self.runner, self.speculation.propose, reach_of(model.config))
         self.counters = self.scheduler.counters
         self.paused = self.idle = False  # idle: the last step had nothing to compute
         self.asleep = 0
@@ -86,7 +88,6 @@ class Engine:
         self._landed: list[Output] = []
         self._lock, self._late = threading.Lock(), list[int]()  # late: ids to abort when the running step is over
         self._ids = count()
-        self.name = token_hex(8)
 
     # --- requests
 
@@ -152,11 +153,12 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; what it gave to each request that got something or ended. Does nothing while paused.
 
-        Raises Error while the engine sleeps or its weights are incomplete. Whatever else a step raises ends all that
-        run with an error, since their states may have advanced by half a step; the engine goes on with the others.
+        Raises EngineError while the engine sleeps or its weights are incomplete. Whatever else a step raises ends all
+        that run with an error, since their states may have advanced by half a step; the engine goes on with the others.
         """
         if self.asleep or self.incomplete:
-            raise Error(self.incomplete or f"the engine sleeps at level {self.asleep}; allowed after wake()")
+            why = self.incomplete or f"the engine sleeps at level {self.asleep}; allowed after wake()"
+            raise EngineError(why, "unavailable")
         if self.paused:
             return []
         with self._alone(), self._whole():
@@ -197,61 +199,40 @@ class Engine:
         A request added with `hold=` leaves a checkpoint at its very end and holds it: see `Output.hold`.
         """
         chain = Chain.of(list(tokens), self.config.match_unit, salt, self.scheduler.version)
-        if not seconds >= 0:
-            raise Error(f"seconds is {seconds}; must be >= 0")
-        return self.held(self.scheduler.holds.take(chain, self.clock(), seconds, len(tokens)), tokens, salt)
+        number = self.scheduler.holds.take(chain, self.clock(), checked(seconds), len(tokens))
+        return self.held(number, tokens, salt)
 
     def held(self, number: int, tokens: Sequence[int], salt: str = "") -> Hold:
         """The hold of a number, as `Output.hold` gives it; tokens: of the request, prompt and answer."""
-        lease = self._lease(number)
-        return Hold(number, tuple(tokens[: lease.depth]), salt, self.scheduler.version, self.name)
+        return self.scheduler.holds.of(number, tokens, salt, self.scheduler.version, self.clock())
 
     def fork(self, hold: Hold, copies: int) -> list[Hold]:
         """So many more holds of the same prefix, each to be released by itself. Raises Error for one that has ended."""
-        leases = self.cache.fork(self._lease(self._mine(hold)), copies)
-        return [replace(hold, number=self.scheduler.holds.keep(lease)) for lease in leases]
+        return self.scheduler.holds.fork(hold, copies, self.clock())
 
     def renew(self, hold: Hold, seconds: float) -> None:
         """Move the end of a hold to so long from now. Raises Error for one that has ended."""
-        if not seconds >= 0:
-            raise Error(f"seconds is {seconds}; must be >= 0")
-        self._lease(self._mine(hold)).deadline = self.clock() + seconds
+        self.scheduler.holds.renew(hold, seconds, self.clock())
 
     def release(self, hold: Hold) -> None:
         """Give up a hold. One that has ended is ignored. Raises Error for another engine's."""
-        self.scheduler.holds.give_back(self._mine(hold))
+        self.scheduler.holds.give_back(self.scheduler.holds.mine(hold))
 
     def export(self, hold: Hold) -> Segment:
         """The bytes of a held prefix: see `segment`. Raises Error for a hold that has ended, or of nothing."""
-        self._one_process()
-        lease = self._lease(self._mine(hold))
-        return segment.export(self.pools, self.cache, lease, hold.tokens, hold.salt, hold.version)
+        holds = self.scheduler.holds
+        lease = holds.lease(holds.mine(hold), self.clock())
+        return segment.export(self._memory, self.cache, lease, hold.tokens, hold.salt, hold.version)
 
     def put(self, value: Segment) -> int:
         """Take another engine's segment into the cache; how many tokens it makes reusable. Raises as `segment.put`."""
         if self.asleep:
-            raise Error(f"the engine sleeps at level {self.asleep}; wake it first")
-        self._one_process()
-        return segment.put(self.pools, self.cache, value, self.scheduler.version, self.clock(), self.config.exact)
+            raise EngineError(f"the engine sleeps at level {self.asleep}; wake it first", "unavailable")
+        return segment.put(self._memory, self.cache, value, self.scheduler.version, self.clock(), self.config.exact)
 
     def delivered(self, id: int) -> None:
         """A request added with `remote=True` waits no longer, whether its segment came or not."""
         self.scheduler.delivered(id)
-
-    def _one_process(self) -> None:
-        if self.ranks is not None:
-            raise Error("no process of this engine has a whole state; allowed: segments of engines without ranks")
-
-    def _mine(self, hold: Hold) -> int:
-        if hold.engine != self.name:
-            raise Error(f"hold {hold.number} is of engine {hold.engine}; this is engine {self.name}")
-        return hold.number
-
-    def _lease(self, number: int) -> Lease:
-        lease = self.scheduler.holds.get(number)
-        if lease is None or (lease.deadline is not None and lease.deadline <= self.clock()):
-            raise Error(f"hold {number} has ended; allowed: one that is neither released nor past its time")
-        return lease
 
     def clear_cache(self) -> None:
         """Forget every prefix that no request uses."""

@@ -10,6 +10,7 @@ Legend: N sequences of the bucket, T tokens, M MLA layers, W table width, S slot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -52,10 +53,10 @@ class Captured(Generic[R]):
 
 
 class Recorder:
-    """Captures work whose inputs are all numbers of one buffer."""
+    """Captures work whose inputs are all numbers of one buffer. around: entered for a capture and its warm-ups."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._device, self._around = device, around
         self._pools: dict[str, Any] = {}
 
     def record(self, work: Callable[[torch.Tensor], R], idle: Sequence[int], pool: str) -> Captured[R]:
@@ -68,7 +69,8 @@ class Recorder:
         host_2X = torch.tensor([idle, idle], dtype=torch.int64, pin_memory=cuda)
         device = host_2X[0].to(self._device)
         events = [torch.cuda.Event() for _ in range(2 * cuda)]
-        return Captured(*self._capture(lambda: work(device), pool), host_2X, device, copied=events)
+        with self._around():
+            return Captured(*self._capture(lambda: work(device), pool), host_2X, device, copied=events)
 
     def _capture(self, work: Callable[[], R], pool: str) -> tuple[torch.cuda.CUDAGraph, R]:
         # Kernels are compiled and libraries set up outside the capture.

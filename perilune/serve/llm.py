@@ -19,11 +19,12 @@ import torch
 from perilune.chat import StreamDecoder, Tokenizer
 from perilune.config import ModelConfig
 from perilune.errors import Error
-from perilune.model import Transformer
+from perilune.model import Reader, Transformer
 from perilune.serve import control
 from perilune.serve.answer import Answer, Stream
 from perilune.serve.config import EngineConfig
 from perilune.serve.engine import Engine, Hold
+from perilune.serve.errors import EngineError
 from perilune.serve.loading import Loaded, load_whole, report
 from perilune.serve.request import Output, Params, token_ids
 from perilune.serve.segment import Segment
@@ -42,7 +43,7 @@ class LLM:
     """A model with its engine. checkpoint: a folder with weights and (for text) a tokenizer, or a Transformer.
 
     config: None serves on a quarter of the free memory. device: "auto" takes a GPU if there is one. dtype: None keeps
-    that of the files. packed: experts that are stored as MXFP4 stay so in memory.
+    that of the files. packed: experts that are stored as MXFP4 stay so in memory. reader: as in `perilune.model.load`.
     ranks: processes that share the model, on as many GPUs; this one starts and leads the others, and needs `config`,
     whose sizes are of each rank, and a folder that all can read. `close` ends them. loaded: what each read, how fast.
     Raises Error as `Engine`, `perilune.model.load` and `Tokenizer.load` do.
@@ -59,6 +60,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         packed: bool = False,
         ranks: int = 1,
+        reader: Reader = "safetensors",
     ) -> None:
         model = checkpoint if isinstance(checkpoint, Transformer) else None
         self.loaded = list[Loaded]()
@@ -67,11 +69,11 @@ class LLM:
             if device == "auto":
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             if ranks == 1:
-                model, mine = load_whole(checkpoint, torch.device(device), dtype, packed)
+                model, mine = load_whole(checkpoint, torch.device(device), dtype, packed, reader)
                 self.loaded = [mine]
         self._ranks = None
         if ranks != 1:
-            self._ranks = _start(checkpoint, config, ranks, device, dtype, packed)
+            self._ranks = _start(checkpoint, config, ranks, device, dtype, packed, reader)
             model, config = self._ranks.model, self._ranks.config
             self.loaded = self._ranks.loaded
         report(self.loaded)
@@ -172,7 +174,7 @@ class LLM:
     def _step_for(self, ids: set[int]) -> tuple[list[tuple[str, Output]], list[Answer]]:
         """A step; what concerns other requests is kept for the next `step`."""
         if self.engine.paused:
-            raise Error("the engine is paused; resume it first")
+            raise EngineError("the engine is paused; resume it first", "unavailable")
         pieces, finished = self.step()
         if self.engine.idle:
             if self.engine.scheduler.stands_still():
@@ -195,6 +197,11 @@ class LLM:
     def abort(self, id: int) -> None:
         """End a request; its last output comes with the next step."""
         self.engine.abort(id)
+
+    @property
+    def failure(self) -> str | None:
+        """Why this LLM never answers again: a rank that has ended. May be read from any thread."""
+        return None if self._ranks is None else self._ranks.failure
 
     def close(self) -> None:
         """End the other ranks, if there are any; nothing can be asked of this LLM then."""
@@ -302,6 +309,7 @@ def _start(
     device: str,
     dtype: torch.dtype | None,
     packed: bool,
+    reader: Reader,
 ) -> Ranks:
     if ranks < 1:
         raise Error(f"ranks is {ranks}; must be >= 1")
@@ -309,7 +317,7 @@ def _start(
         raise Error(f"ranks is {ranks}; needs a checkpoint folder, which every rank reads, and a config")
     from perilune.serve.ranks import Ranks
 
-    return Ranks(checkpoint, config, ranks, device, dtype, packed)
+    return Ranks(checkpoint, config, ranks, device, dtype, packed, reader)
 
 
 def _quarter(device: torch.device) -> int:

@@ -81,6 +81,31 @@ class Layout:
         state = self.heads * self.dim * self.dim * matrix + self.channels * 3 * window
         return Geometry(self.mla_layers * self.row * row, self.kda_layers * state, self.page_tokens, self.match_unit)
 
+    def pack_state(
+        self, matrices: Sequence[torch.Tensor] | torch.Tensor, windows: Sequence[torch.Tensor] | torch.Tensor
+    ) -> torch.Tensor:
+        """The bytes of a state, matrix_HKV and window_3C of each KDA layer; one tensor of all layers, or one each."""
+        stacked = [x if isinstance(x, torch.Tensor) else torch.stack(list(x)) for x in (matrices, windows)]
+        flat = torch.empty(self.kda_layers * sum(self._sizes), dtype=torch.uint8, device=stacked[0].device)
+        for target, source in zip(self.state_parts(flat), stacked, strict=True):
+            target.copy_(source)
+        return flat
+
+    def state_parts(self, flat_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """matrices [layers, H, K, V] and windows [layers, 3, C] as views of a state's bytes."""
+        matrix, window = self._sizes
+        layers = flat_B[: self.kda_layers * (matrix + window)].view(self.kda_layers, matrix + window)
+        matrices = layers[:, :matrix].view(getattr(torch, self.matrix_dtype))
+        windows = layers[:, matrix:].view(getattr(torch, self.window_dtype))
+        shape = (self.heads, self.dim, self.dim)
+        return matrices.unflatten(1, shape), windows.unflatten(1, (self.channels, 3)).transpose(1, 2)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of a layer's matrix and window."""
+        matrix = self.heads * self.dim**2 * getattr(torch, self.matrix_dtype).itemsize
+        return matrix, self.channels * 3 * getattr(torch, self.window_dtype).itemsize
+
 
 class Pools:
     """The arenas of both tiers. device_pages and host_pages are the capacities of the cache's arenas."""
@@ -120,37 +145,19 @@ class Pools:
         pages: Sequence[int],
     ) -> None:
         """Put one sequence's state, a matrix_HKV and a window_3C for each KDA layer, into pages."""
-        self.scatter(pages, self.pack(matrices, windows))
-
-    def pack(
-        self, matrices: Sequence[torch.Tensor] | torch.Tensor, windows: Sequence[torch.Tensor] | torch.Tensor
-    ) -> torch.Tensor:
-        """The bytes of a state; one tensor of all layers, or one each."""
-        stacked = [x if isinstance(x, torch.Tensor) else torch.stack(list(x)) for x in (matrices, windows)]
-        flat = torch.empty(self.layout.kda_layers * sum(self._sizes), dtype=torch.uint8, device=stacked[0].device)
-        for target, source in zip(self._parts(flat), stacked, strict=True):
-            target.copy_(source)
-        return flat
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """Bytes of a layer's matrix and window."""
-        layout = self.layout
-        matrix = layout.heads * layout.dim**2 * getattr(torch, layout.matrix_dtype).itemsize
-        return matrix, layout.channels * 3 * getattr(torch, layout.window_dtype).itemsize
-
-    def _parts(self, flat_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """matrices [layers, H, K, V] and windows [layers, 3, C] as views of a state's bytes."""
-        layout, (matrix, window) = self.layout, self._sizes
-        layers = flat_B[: layout.kda_layers * (matrix + window)].view(layout.kda_layers, matrix + window)
-        matrices = layers[:, :matrix].view(getattr(torch, layout.matrix_dtype))
-        windows = layers[:, matrix:].view(getattr(torch, layout.window_dtype))
-        shape = (layout.heads, layout.dim, layout.dim)
-        return matrices.unflatten(1, shape), windows.unflatten(1, (layout.channels, 3)).transpose(1, 2)
+        self.scatter_state(pages, self.layout.pack_state(matrices, windows))
 
     def gather(self, pages: Sequence[int]) -> torch.Tensor:
         """The bytes of device pages, [pages, page bytes]."""
         return self.bytes_PB[self._ids(pages)]
+
+    def gather_state(self, pages: Sequence[int]) -> torch.Tensor:
+        """The bytes of a state that lies in pages."""
+        return self.gather(pages).flatten()[: self.geometry.state_bytes]
+
+    def scatter_state(self, pages: Sequence[int], bytes_B: torch.Tensor) -> None:
+        """Put the bytes of a state into pages."""
+        self.scatter(pages, bytes_B)
 
     def scatter(self, pages: Sequence[int], bytes_B: torch.Tensor) -> None:
         """Fill device pages with bytes, and with zeros after their end."""
@@ -160,7 +167,7 @@ class Pools:
 
     def read_state(self, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What `write_state` put there: matrices [layers, H, K, V] and windows [layers, 3, C], a copy."""
-        return self._parts(self.gather(pages).flatten())
+        return self.layout.state_parts(self.gather_state(pages))
 
     def move(self, copy: Copy) -> None:
         """Write a segment back to the host, KV and state together. Its device pages may be written at once."""

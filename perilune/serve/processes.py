@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -22,6 +23,12 @@ def start(module: str) -> tuple[Process, Connection]:
     return process, mine
 
 
+def end_with_pipe() -> None:
+    """In such a process: what a terminal or a service manager sends to a whole group is for the first one to act on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end(process: Process, seconds: float = 10.0) -> None:
     """Wait for a process that was told to end; kill it after so long."""
     try:
@@ -31,4 +38,4 @@ def end(process: Process, seconds: float = 10.0) -> None:
         process.wait()
 
 
-__all__ = ["Process", "end", "start"]
+__all__ = ["Process", "end", "end_with_pipe", "start"]

@@ -11,7 +11,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from perilune.errors import Error
+from perilune.serve.processes import end_with_pipe
 from perilune.serve.request import Params
+
+_LOOK = 0.2  # seconds between looks at an engine that may have failed
 
 
 class Replica:
@@ -28,6 +31,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         threading.Thread(target=_read, args=(self.pipe, loop, commands), daemon=True).start()
         sender = asyncio.create_task(self._sending())
+        watch = asyncio.create_task(self._end_with_engine())
         while True:
             kind, *what = await commands.get()
             if kind == "drain":
@@ -35,6 +39,7 @@ class Replica:
                 await asyncio.gather(*self.tasks.values(), return_exceptions=True)
                 await self._flushed()
                 sender.cancel()
+                watch.cancel()
                 return
             if kind == "abort":
                 if task := self.tasks.get(what[0]):
@@ -59,6 +64,15 @@ class Replica:
             self._say("result", id, (await self.llm.call(function), None))
         except Exception as error:
             self._say("result", id, (None, error))
+
+    async def _end_with_engine(self) -> None:
+        """An engine that has failed is of no use; the other side goes on without it."""
+        while self.llm.failure is None:
+            await asyncio.sleep(_LOOK)
+        await self.llm.drain(0)  # all who wait are told
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        await self._flushed()
+        os._exit(1)
 
     def _say(self, kind: str, id: int, what: Any) -> None:
         self._waiting.append((kind, id, what))
@@ -99,8 +113,9 @@ def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, commands: asyncio.Q
 
 
 def main() -> None:
+    end_with_pipe()
     pipe = Connection(int(sys.argv[1]))
-    gpus, folder, config, device, dtype, packed, ranks, threads = pipe.recv()
+    gpus, folder, config, device, dtype, packed, ranks, reader, threads = pipe.recv()
     if gpus is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(max(gpus) + 1)]
@@ -112,7 +127,7 @@ def main() -> None:
 
     torch.set_num_threads(threads)
     try:
-        llm = LLM(folder, config, device=device, dtype=dtype, packed=packed, ranks=ranks)
+        llm = LLM(folder, config, device=device, dtype=dtype, packed=packed, ranks=ranks, reader=reader)
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
         raise

@@ -23,10 +23,12 @@ import torch
 
 from perilune.chat import Tokenizer
 from perilune.errors import Error
+from perilune.model import Reader
 from perilune.serve import processes
 from perilune.serve.answer import Answer
 from perilune.serve.async_llm import Delta, Ticket, last
 from perilune.serve.config import EngineConfig
+from perilune.serve.errors import EngineError
 from perilune.serve.llm import LLM, Prompt, tokenizer_of
 from perilune.serve.request import Params
 from perilune.serve.router import Router
@@ -35,8 +37,8 @@ from perilune.serve.router import Router
 class Replicas:
     """count engines on the checkpoint in `folder`. config: of each; ranks: processes of each.
 
-    A replica that ends takes its requests with it (they raise Error); the others go on. Raises Error where one does not
-    start.
+    A replica that ends takes its requests with it (they raise EngineError); the others go on. Raises Error where one
+    does not start.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Replicas:
         device: str = "auto",
         dtype: torch.dtype | None = None,
         packed: bool = False,
+        reader: Reader = "safetensors",
     ) -> None:
         if count < 1:
             raise Error(f"count is {count}; must be >= 1")
@@ -67,7 +70,7 @@ class Replicas:
         for number in range(count):
             process, pipe = processes.start("perilune.serve.replica")
             gpus = list(range(number * ranks, (number + 1) * ranks)) if device.startswith("cuda") else None
-            pipe.send((gpus, str(folder), config, device, dtype, packed, ranks, torch.get_num_threads()))
+            pipe.send((gpus, str(folder), config, device, dtype, packed, ranks, reader, torch.get_num_threads()))
             self._processes.append(process)
             self._pipes.append(pipe)
         try:
@@ -95,10 +98,10 @@ class Replicas:
         tokens = prompt if not isinstance(prompt, str) else self._tokens(prompt)
         with self._lock:
             if self._closing:
-                raise Error("the engines are being drained; they take no new request")
+                raise EngineError("the engines are being drained; they take no new request", "draining")
             number = self.router.choose(id, list(tokens), options.get("salt", ""))
             if number is None:
-                raise Error("no replica is left")
+                raise EngineError("no replica is left", "unavailable")
             self._tickets[number][id] = ticket
         try:
             self._send(number, "add", id, prompt, params or Params(), options)
@@ -133,6 +136,12 @@ class Replicas:
         self.router.forget()  # it may have changed the weights
         return list(await asyncio.gather(*futures))
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is answered again: every replica has ended, unasked."""
+        gone = not self._closing and not any(load.alive for load in self.router.loads)
+        return "no replica is left" if gone else None
+
     async def drain(self, seconds: float | None = None) -> None:
         """Take no new request, let those on their way end (after `seconds` by abort), end all processes."""
         self._closing = True
@@ -163,7 +172,7 @@ class Replicas:
             try:
                 self._pipes[number].send_bytes(message)
             except OSError:
-                raise Error(f"replica {number} has ended") from None
+                raise EngineError(f"replica {number} has ended", "unavailable") from None
 
     # --- a thread for each replica
 
@@ -176,10 +185,11 @@ class Replicas:
             self.router.loads[number].alive = False
             tickets, self._tickets[number] = self._tickets[number], {}
             futures, self._results[number] = self._results[number], {}
+        gone = EngineError(f"replica {number} has ended", "unavailable")
         for ticket in tickets.values():
-            ticket.give(Error(f"replica {number} has ended"))
+            ticket.give(gone)
         for future in futures.values():
-            _settle(future, None, Error(f"replica {number} has ended"))
+            _settle(future, None, gone)
 
     def _take(self, number: int, kind: str, id: int, what: Any) -> None:
         if kind == "result":

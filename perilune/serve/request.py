@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, isfinite
 from numbers import Integral, Real
-from operator import index
 from typing import Any
 
 from perilune.errors import Error
@@ -92,10 +92,12 @@ class Params:
 
 def token_ids(name: str, ids: Iterable[int]) -> list[int]:
     """The ids as Python integers, from a list, an array or a tensor. Raises Error for anything else."""
+    found = array("q")  # a million of them in a fraction of a loop's time
     try:
-        return [index(id) for id in ids]
-    except TypeError as error:
+        found.extend(iter(ids))
+    except (TypeError, OverflowError) as error:
         raise Error(f"{name} must be token ids (integers): {error}") from None
+    return found.tolist()
 
 
 class State(Enum):

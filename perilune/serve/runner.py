@@ -65,7 +65,7 @@ def runner_for(model: Transformer, pools: Pools, config: EngineConfig, ranks: Ra
     runner = PagedRunner(model, pools, config)
     if ranks is None:
         return runner
-    from perilune.serve.ranks.lead import LeadRunner
+    from perilune.serve.ranks.runner import LeadRunner
 
     return LeadRunner(runner, ranks)
 

@@ -24,6 +24,7 @@ from perilune.ops.sequences import Sequences
 from perilune.ops.upload import upload
 from perilune.serve.cache.cache import Copy
 from perilune.serve.config import EngineConfig
+from perilune.serve.few import Beside, few_tokens
 from perilune.serve.graphs import DecodeGraphs, Numbers, Recorder, table_width
 from perilune.serve.graphs_prefill import Place, PrefillGraphs, bucket
 from perilune.serve.pools import Pools
@@ -39,7 +40,9 @@ class PagedRunner:
     on_grid = False
 
     def __init__(self, model: Transformer, pools: Pools, config: EngineConfig) -> None:
-        self.model, self.pools, self.config = model, pools, config
+        self._beside = Beside()
+        self.model = model.with_parts(few_tokens(model.parts, self._beside))
+        self.pools, self.config = pools, config
         self.tails = [0] * config.slots
         longest = -(-model.config.max_position_embeddings // pools.layout.page_tokens)
         wide = table_width(min(longest, pools.pages[0]))  # as wide as the widest graph
@@ -71,7 +74,7 @@ class PagedRunner:
             for pools in zip(self._matrix_ISHKV, self._window_IS3C, strict=True)
         ]
         if device.type == "cuda" and self.config.graphs:
-            self.use_graphs(Recorder(device))
+            self.use_graphs(Recorder(device, self._beside.recording))
 
     def use_graphs(self, recorder: Recorder) -> None:
         """Run short steps as graphs of fixed shapes."""
@@ -167,7 +170,9 @@ class PagedRunner:
 
     def _pack(self, batch: PagedBatch, i: int = 0) -> torch.Tensor:
         """The bytes of an export."""
-        return self.pools.pack([matrices[i] for matrices, _ in batch.exported], [w[i] for _, w in batch.exported])
+        return self.pools.layout.pack_state(
+            [matrices[i] for matrices, _ in batch.exported], [w[i] for _, w in batch.exported]
+        )
 
     def _compute(self, batch: PagedBatch, stats: Stats | None = None) -> torch.Tensor:
         return paged_hidden(self.model, batch, self.slots, self.pools.rows_PSL, stats=stats).x_TD

@@ -167,7 +167,7 @@ def _shapes(params: Params, request: Request) -> bool:
 def _draw(step: Drawn, chunks: Sequence[Chunk], logits_RV: torch.Tensor, ahead: int) -> None:
     """One token for each row; rows of a chunk follow each other."""
     if all(_plain(chunk.request) for chunk in chunks):
-        tokens_R, broken_R = logits_RV.argmax(-1), ~logits_RV.isfinite().all(-1)
+        tokens_R, broken_R = logits_RV.argmax(-1), _broken(logits_RV)
         step.tokens_R, step.numbers = tokens_R, Later(torch.stack([tokens_R, broken_R, torch.zeros_like(tokens_R)]))
         return
     # Half precision cannot hold small probabilities.
@@ -183,7 +183,7 @@ def _draw(step: Drawn, chunks: Sequence[Chunk], logits_RV: torch.Tensor, ahead: 
                 logits_RV[r] = shape(raw_RV[r], chunks[r].request, drafts)
             except Exception as error:  # a mask is the client's code: its request alone ends
                 step.rows[r].error = f"mask failed: {error!r}"
-    broken_R, stuck_R = ~raw_RV.isfinite().all(-1), ~logits_RV.isfinite().any(-1)
+    broken_R, stuck_R = _broken(raw_RV), ~logits_RV.isfinite().any(-1)
     tokens_R = logits_RV.argmax(-1)
     random = [r for r, chunk in enumerate(chunks) if chunk.request.params.temperature > 0]
     if random:
@@ -200,6 +200,12 @@ def _draw(step: Drawn, chunks: Sequence[Chunk], logits_RV: torch.Tensor, ahead: 
         rows = [r for r, _ in step.listed]
         parts = _logprobs(take(raw_RV, rows), take(tokens_R, rows), max(top for _, top in step.listed))
         step.scores = (Later(parts[0]), Later(parts[1]), Later(parts[2]))
+
+
+def _broken(logits_RV: torch.Tensor) -> torch.Tensor:
+    """bool [R]: whether a row has an entry that is not a finite number, in one pass: extremes keep NaN."""
+    low_R, high_R = logits_RV.aminmax(dim=-1)
+    return (low_R * 0 + high_R * 0) != 0
 
 
 def take(x_RX: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -25,7 +25,10 @@ BROKEN = "logits are not finite numbers"
 
 
 class Scheduler:
-    """Requests, slots and the cache's leases. propose(requests) sets `drafts` of decoding requests before a step."""
+    """Requests, slots and the cache's leases. propose(requests) sets `drafts` of decoding requests before a step.
+
+    reach: `cuts.reach_of` the model.
+    """
 
     def __init__(
         self,
@@ -33,8 +36,9 @@ class Scheduler:
         cache: PrefixCache,
         device: Device,
         propose: Callable[[Sequence[Request]], None] = lambda _: None,
+        reach: float = 1e9,
     ) -> None:
-        self.config, self.cache, self.device, self.propose = config, cache, device, propose
+        self.config, self.cache, self.device, self.propose, self.reach = config, cache, device, propose, reach
         self.admission = Admission(config, cache)
         self.waiting: list[Request] = []  # WAITING and PARKED
         self.remote: list[Request] = []

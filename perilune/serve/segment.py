@@ -9,14 +9,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 
 from perilune.errors import Error
 from perilune.serve.cache import Chain, PrefixCache, live
 from perilune.serve.cache.cache import Lease
+from perilune.serve.cache.geometry import Geometry
 from perilune.serve.cache.placement import Mark
-from perilune.serve.pools import Pools
+from perilune.serve.pools import Layout
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,25 @@ class Segment:
     checksum: str
 
 
-def export(pools: Pools, cache: PrefixCache, lease: Lease, tokens: Sequence[int], salt: str, version: int) -> Segment:
+class Memory(Protocol):
+    """What a segment needs of `Pools`, or of the pools of ranks together."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def gather(self, pages: Sequence[int]) -> torch.Tensor: ...
+
+    def gather_state(self, pages: Sequence[int]) -> torch.Tensor: ...
+
+    def scatter(self, pages: Sequence[int], bytes_B: torch.Tensor) -> None: ...
+
+    def scatter_state(self, pages: Sequence[int], bytes_B: torch.Tensor) -> None: ...
+
+
+def export(pools: Memory, cache: PrefixCache, lease: Lease, tokens: Sequence[int], salt: str, version: int) -> Segment:
     """The whole prefix of a lease. Raises Error for a lease of nothing or one whose copies have not arrived."""
     if lease.node is None or lease.node.state is None or not lease.ready:
         raise Error(f"the lease holds {lease.depth} tokens, ready: {lease.ready}; allowed: a prefix on the device")
@@ -45,13 +65,13 @@ def export(pools: Pools, cache: PrefixCache, lease: Lease, tokens: Sequence[int]
     whole = pools.gather(pages).view(getattr(torch, layout.row_dtype))
     rows_PMSL = whole.view(len(pages), layout.mla_layers, layout.page_tokens, layout.row)
     rows_TML = rows_PMSL.transpose(1, 2).flatten(0, 1)[: lease.depth].contiguous().cpu()
-    state_B = pools.gather(lease.node.state).flatten()[: pools.geometry.state_bytes].cpu()
+    state_B = pools.gather_state(lease.node.state).cpu()
     names = (layout.digest, version, salt, tuple(tokens[: lease.depth]), lease.node.origin)
     value = Segment(*names, rows_TML, state_B, "")
     return replace(value, checksum=checksum(value))
 
 
-def put(pools: Pools, cache: PrefixCache, segment: Segment, version: int, now: float, exact: bool) -> int:
+def put(pools: Memory, cache: PrefixCache, segment: Segment, version: int, now: float, exact: bool) -> int:
     """Write a segment into pages and publish it; how many tokens can be matched now (0: there was no room).
 
     Raises Error for another layout or weight version, wrong sizes, bytes that do not give the checksum, or a state that
@@ -80,7 +100,7 @@ def put(pools: Pools, cache: PrefixCache, segment: Segment, version: int, now: f
         if stage is None or state is None:
             return 0
         pools.scatter(stage.pages, _paged(segment.rows_TML, layout.page_tokens))
-        pools.scatter(state, segment.state_B)
+        pools.scatter_state(state, segment.state_B)
         live.publish(cache, lease, stage, chain, now)
         return depth
     finally:

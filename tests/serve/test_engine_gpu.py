@@ -15,22 +15,27 @@ import torch
 from engines import make, prompt, serve
 
 from perilune import ModelConfig, Sequences, Transformer
+from perilune.config import Gate
 from perilune.serve import Params
 from perilune.serve.cache import Placement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 VOCABULARY = 1024
+GATES = {"softplus": Gate("softplus", None), "safe": Gate("safe", -5.0)}
 
 
 @lru_cache
-def models() -> tuple[Transformer, Transformer]:
-    """Kimi-Linear's widths, 4 layers, 16 experts: bf16 weights (fp32 where checkpoints keep it), and float64."""
+def models(gate: str = "softplus") -> tuple[Transformer, Transformer]:
+    """Kimi-Linear's widths, 4 layers, 16 experts: bf16 weights (fp32 where checkpoints keep it), and float64.
+
+    gate "safe": as in Kimi-K3, whose chunks are prepared by another kernel.
+    """
     base = ModelConfig.from_pretrained("kimi-linear-48b-a3b")
     config = dataclasses.replace(
         base,
         vocab_size=VOCABULARY,
         num_layers=4,
-        kda=dataclasses.replace(base.kda, layers=(0, 1, 2)),
+        kda=dataclasses.replace(base.kda, layers=(0, 1, 2), gate=GATES[gate]),
         mla=dataclasses.replace(base.mla, layers=(3,)),
         moe=dataclasses.replace(base.moe, num_experts=16),
         hf_present=None,
@@ -110,9 +115,10 @@ def test_answers_are_as_close_to_float64_as_a_full_pass(graphs: int) -> None:
     assert errors.max() <= 2 * usual.max() + 0.01
 
 
-def test_short_pieces_after_a_long_prefix_as_graphs() -> None:
+@pytest.mark.parametrize("gate", list(GATES))
+def test_short_pieces_after_a_long_prefix_as_graphs(gate: str) -> None:
     """The same hit continued by graphs and by launches: either as close to one float64 pass as the other."""
-    model, exact = models()
+    model, exact = models(gate)
     base = prompt(1500, 7, VOCABULARY)
     turns = [
         [*base[:cut], *prompt(more, 8 + i, VOCABULARY)]

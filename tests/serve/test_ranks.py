@@ -18,6 +18,7 @@ from perilune.config import QuantConfig
 from perilune.model import initialize, load, save
 from perilune.serve import LLM, EngineConfig, Params
 from perilune.serve.ranks import Ranks
+from perilune.serve.ranks.link import Link
 from perilune.serve.ranks.shard import Cuts, Place, load_part
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,6 +67,8 @@ def test_two_ranks_give_the_tokens_of_one(folders: dict[str, Path], name: str, m
     one = LLM(folders[name], config(**options), dtype=torch.float64)
     two = LLM(folders[name], config(**options), dtype=torch.float64, ranks=2, device="cpu")
     try:
+        assert two._ranks is not None
+        assert two._ranks.link.transport == "collective"
         # Prefixes found again, drafts right and wrong.
         turns = [prompt(30, 0), [3, 4, 5, 6] * 30, prompt(500, 1), prompt(200, 2)]
         for _ in range(2):
@@ -118,11 +121,32 @@ def test_new_weights_sleep_and_wake_reach_every_rank(folders: dict[str, Path]) -
         answers = two.generate(turns, GREEDY)
         assert [answer.versions for answer in answers] == [[2] * 8] * 3
         close(LLM(one.engine.model, config()).generate(turns, GREEDY), answers)
-        hold = two.hold(turns[0])
-        with pytest.raises(Error, match="without ranks"):
-            two.export(hold)
     finally:
         two.close()
+
+
+def test_segments_go_between_any_numbers_of_ranks(folders: dict[str, Path]) -> None:
+    """A prefix that two ranks computed is found by one process and the reverse, with the answers of the first."""
+    for name in ("linear", "k3"):
+        one = LLM(folders[name], config(), dtype=torch.float64)
+        two = LLM(folders[name], config(), dtype=torch.float64, ranks=2, device="cpu")
+        try:
+            for source, target, seed in ((two, one, 0), (one, two, 1)):
+                (first,) = source.generate([prompt(200, seed)], GREEDY, hold=60.0)
+                segment = source.export(first.hold)
+                assert target.put(segment) == len(segment.tokens) == 207
+                follow = [*first.prompt, *first.tokens, 5]
+                mine, theirs = source.generate([follow], GREEDY), target.generate([follow], GREEDY)
+                assert theirs[0].cached == 207
+                close(mine, theirs)
+                target.engine.check_integrity()
+                again = target.export(target.hold(list(segment.tokens)))
+                assert torch.equal(again.rows_TML, segment.rows_TML)
+                assert torch.equal(again.state_B, segment.state_B)
+            with pytest.raises(Error, match="checksum"):
+                two.put(dataclasses.replace(segment, checksum="0"))
+        finally:
+            two.close()
 
 
 def test_parking_eviction_and_aborts_leave_all_ranks_in_step(folders: dict[str, Path]) -> None:
@@ -186,7 +210,7 @@ def test_parts_of_all_ranks_are_the_checkpoint_and_nothing_more_is_read(folders:
 def test_what_cannot_be_cut_is_refused(folders: dict[str, Path]) -> None:
     model = small_model()
     with pytest.raises(Error, match="must divide"):
-        Cuts(model.config, Place(0, 3))
+        Cuts(model.config, Place(0, 3), Link())
     with pytest.raises(Error, match="must divide"):  # said by every rank, and all have ended
         LLM(folders["linear"], config(), ranks=3, device="cpu")
     assert not torch.distributed.is_initialized()

@@ -14,7 +14,7 @@ from perilune import Error, Sequences
 from perilune.model.sampling import Sampling, draw, ordered
 from perilune.serve import NgramDrafter, Params
 from perilune.serve.request import Request
-from perilune.serve.sampling import shape, uniform
+from perilune.serve.sampling import _broken, shape, uniform
 from perilune.serve.speculate import Width
 
 
@@ -223,3 +223,11 @@ def test_the_width_follows_acceptance_and_the_measured_costs() -> None:
     for _ in range(200):
         width.observe(1, 8, 50.0)
     assert width.choose(1, 0.8) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_rows_with_an_entry_that_is_no_number_are_found(dtype: torch.dtype) -> None:
+    inf, most = float("inf"), torch.finfo(dtype).max
+    rows = [[0.0, 1.0], [most, -most], [0.0, inf], [-inf, 0.0], [inf, -inf], [float("nan"), 1.0], [1.0, float("nan")]]
+    logits_RV = torch.tensor(rows, dtype=dtype).repeat_interleave(40, dim=1)
+    assert _broken(logits_RV).tolist() == [False, False, True, True, True, True, True]

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from perilune import ModelConfig
 from perilune.errors import Error
 from perilune.serve import EngineConfig, Params
 from perilune.serve.cache import DEVICE, Copy, Geometry, PrefixCache, check_integrity
 from perilune.serve.cache.placement import Placement
+from perilune.serve.cuts import reach_of
 from perilune.serve.request import Output, Request, State
 from perilune.serve.scheduler import Scheduler
 from perilune.serve.work import Chunk, Result
@@ -116,7 +118,7 @@ class Memory:
 
 
 def build(geometry: Geometry = GEOMETRY, pages: int = 500, host: int = 0, on_grid: bool = False, **options: object):  # type: ignore[no-untyped-def]
-    memory = Memory(geometry, on_grid)
+    memory, reach = Memory(geometry, on_grid), float(options.pop("reach", 1e9))  # type: ignore[arg-type]
     base = {"slots": 4, "token_budget": 72, "page_tokens": geometry.page_tokens, "match_unit": UNIT, "watermark": 0.0}
     size = geometry.page_bytes
     config = EngineConfig(pages * size, host * size, **(base | options))  # type: ignore[arg-type]
@@ -133,7 +135,7 @@ def build(geometry: Geometry = GEOMETRY, pages: int = 500, host: int = 0, on_gri
                 tokens.append(following(tokens) if draw.random() < 0.7 else 0)
                 request.drafts.append(tokens[-1])
 
-    return Scheduler(config, cache, memory, propose), memory
+    return Scheduler(config, cache, memory, propose, reach), memory
 
 
 def step(scheduler: Scheduler, memory: Memory, now: float) -> list[Output]:
@@ -300,6 +302,34 @@ def test_long_requests_leave_slots_pages_and_tokens_to_short_ones() -> None:
     assert short.state is State.PREFILL
     with pytest.raises(Error, match="needs 103 pages; allowed: 100"):
         add(scheduler, 10, words(400, 0), 0, 9)
+
+
+def test_a_step_with_a_long_prefix_is_shorter_where_somebody_waits_for_its_end() -> None:
+    """Attention makes a token after `reach` others cost twice; alone, a long prompt takes whole steps."""
+    scheduler, memory = build(slots=2, long_tokens=500, reach=100.0)
+    large = add(scheduler, 0, words(900, 0), 0)
+
+    def taken() -> int:
+        (chunk,) = (chunk for chunk in scheduler.schedule(1) if chunk.request is large)
+        return len(chunk.tokens)
+
+    step(scheduler, memory, 0)
+    while large.computed < 300:
+        step(scheduler, memory, 0)
+    assert (large.computed, taken()) == (360, 72)
+    small = add(scheduler, 1, words(4, 1), 1, 30)
+    while small.state is not State.DECODE:
+        step(scheduler, memory, 1)
+    before = large.computed
+    assert taken() == (71 * 100 // (100 + before)) // 4 * 4 < 24
+    finish(scheduler, memory, 1)
+    for request, made in ((large, 4), (small, 30)):
+        assert request.tokens[request.prompt :] == expected(request.tokens[: request.prompt], made)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("kimi-k3", 140_000), ("kimi-linear-48b-a3b", 40_000)])
+def test_the_reach_of_known_models(name: str, tokens: int) -> None:
+    assert reach_of(ModelConfig.from_pretrained(name)) == pytest.approx(tokens, rel=0.1)
 
 
 def test_a_short_prompt_overtakes_a_longer_one_that_has_begun_until_it_is_overdue() -> None:

@@ -41,8 +41,9 @@ class Chain:
         """The chain of `tokens`, of which this chain's are a prefix: only the units after its last are hashed."""
         keys, unit = list(self.keys), self.unit
         digest: Any = keys[-1] if keys else seed or self.seed
-        for i in range(len(keys) * unit, len(tokens) - unit + 1, unit):
-            digest = _digest(digest, array("q", tokens[i : i + unit]).tobytes())
+        data = array("q", tokens[len(keys) * unit : len(tokens) // unit * unit]).tobytes()
+        for i in range(0, len(data), 8 * unit):
+            digest = _digest(digest, data[i : i + 8 * unit])
             keys.append(digest)
         return Chain(keys, len(tokens), unit, self.version, tokens, seed or self.seed)
 

@@ -10,11 +10,12 @@ Legend: T tokens, E experts, M experts of a rank, J choices a token, R rows, L w
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,18 @@ from torch import nn
 
 from perilune.config import Activation, ModelConfig
 from perilune.errors import Error
-from perilune.model import Transformer, checkpoint
-from perilune.model.names import Entry, entries
+from perilune.model import Piece, Reader, Share, Transformer, give_memory_inplace, open_checkpoint, outline, places_of
+from perilune.model.names import Entry
 from perilune.model.parts import Parts
 from perilune.ops import moe
 from perilune.ops.linear import linear
 from perilune.parallel.expert import Collective, ExpertParallel, balanced_experts
 from perilune.parallel.tensor import Cut, Group, check_ranks, cut_tensor, find_cut
 from perilune.serve.loading import Loaded
+from perilune.serve.ranks.link import Link
+
+if TYPE_CHECKING:
+    from perilune.parallel.expert import DirectParallel
 
 # A smaller shared MLP is read on every rank sooner than its sum arrives.
 SHARED_BYTES = 64_000_000
@@ -47,10 +52,13 @@ class Place:
 
 
 class Cuts:
-    """How the parameters of a model are cut for `place`. Raises Error where the ranks do not divide what is cut."""
+    """How the parameters of a model are cut for `place`, and the link to who has the other parts.
 
-    def __init__(self, config: ModelConfig, place: Place) -> None:
-        self.config, self.place = config, place
+    Raises Error where the ranks do not divide what is cut.
+    """
+
+    def __init__(self, config: ModelConfig, place: Place, link: Link) -> None:
+        self.config, self.place, self.link = config, place, link
         groups: list[Group] = ["attention", "mlp", "vocabulary"]
         if 6 * config.hidden_size * config.moe.shared_size > SHARED_BYTES:
             groups.append("shared")
@@ -75,6 +83,20 @@ class Cuts:
         cut = self.of(name)
         return whole if cut is None else cut_tensor(whole, cut, self.place.rank, self.place.ranks)
 
+    def piece(self, entry: Entry, tensors: Mapping[str, torch.Tensor]) -> Piece | None:
+        """This rank's share of a tensor of the checkpoint, and where it goes in the rank's own `tensors`; None: the
+        tensor is an expert of another rank."""
+        if entry.index is not None:
+            here = dataclasses.replace(entry, index=entry.index - self.first)
+            return Piece(here, places_of(tensors, here)) if 0 <= entry.index - self.first < self.experts else None
+        cut, ranks = self.of(entry.param), self.place.ranks
+        if cut is None:
+            return Piece(entry, places_of(tensors, entry))
+        rows = None if entry.rows is None else (entry.rows[0] // ranks, entry.rows[1] // ranks)
+        here = dataclasses.replace(entry, rows=rows)
+        # A tensor that fills rows of a parameter is one of its blocks.
+        return Piece(here, places_of(tensors, here), Share(cut.dim, self.place.rank, ranks))
+
     def shape(self, name: str, whole: torch.Size) -> list[int]:
         """Of `part`."""
         cut, shape = self.of(name), list(whole)
@@ -84,86 +106,31 @@ class Cuts:
 
 
 def load_part(
-    folder: str | Path, place: Place, device: torch.device, dtype: torch.dtype | None, packed: bool = False
+    folder: str | Path,
+    place: Place,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    packed: bool = False,
+    reader: Reader = "safetensors",
+    link: Link | None = None,
 ) -> tuple[Transformer, Cuts, Loaded]:
-    """This rank's part of a checkpoint, of which it reads nothing else. packed, errors: as in `perilune.model.load`."""
-    folder, begin, size = Path(folder), time.perf_counter(), 0
-    if not folder.is_dir():
-        raise Error(f"checkpoint {str(folder)!r} is not a folder")
-    config = ModelConfig.from_pretrained(folder)
-    packed = packed and config.quant is not None
-    cuts = Cuts(config, place)
-    table = {stored: entry for entry in entries(config) for stored in entry.stored()}
-    with torch.device("meta"):
-        model = Transformer(config, packed=packed)
-    whole = {name: value.shape for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    with ExitStack() as stack, torch.no_grad():
-        tensors = checkpoint._open(folder, stack)
-        checkpoint._compare(folder, table, tensors)
-        dtypes = checkpoint._dtypes(table, tensors, dtype)
-        narrow_inplace(model, cuts, dtypes, device)
-        places = dict(model.named_parameters()) | dict(model.named_buffers())
-        for entry in dict.fromkeys(table.values()):
-            for target, value in _values(entry, places, tensors, folder, cuts, whole):
-                size += value.nbytes
-                target.copy_(value.reshape(target.shape))
+    """This rank's part of a checkpoint; nothing else is read, but of a tensor that is cut: `Checkpoint.fill`. packed,
+    reader, errors: as in `perilune.model.load`."""
+    begin = time.perf_counter()
+    with open_checkpoint(folder, reader) as stored:
+        cuts = Cuts(stored.config, place, link or Link())
+        model = outline(stored.config, packed=packed and stored.config.quant is not None)
+        give_memory_inplace(model, stored.dtypes(dtype), device, cuts.shape)
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        size = stored.fill(piece for entry in stored.entries if (piece := cuts.piece(entry, tensors)) is not None)
+    narrow_inplace(model, cuts)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return model, cuts, Loaded(size, time.perf_counter() - begin)
+    return model, cuts, Loaded(size, time.perf_counter() - begin, reader)
 
 
-def _values(
-    entry: Entry,
-    places: dict[str, torch.Tensor],
-    tensors: dict[str, checkpoint._Stored],
-    folder: Path,
-    cuts: Cuts,
-    whole: dict[str, torch.Size],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What this rank has of a tensor of the checkpoint, and where it goes."""
-    if entry.index is None:
-        target = places[entry.param]
-        if entry.rows is not None and cuts.of(entry.param) is not None:
-            target = target[entry.rows[0] // cuts.place.ranks : entry.rows[1] // cuts.place.ranks]
-        yield target, _read(entry, tensors, folder, cuts, whole[entry.param])
-        return
-    here = dataclasses.replace(entry, index=entry.index - cuts.first)
-    if not 0 <= entry.index - cuts.first < cuts.experts:
-        return
-    if entry.param in places:
-        yield checkpoint._place(places[entry.param], here), checkpoint._read(entry, tensors, folder)
-    else:
-        targets = checkpoint._code_places(places, here)
-        yield from ((target, tensors[name].read()) for target, name in zip(targets, entry.stored(), strict=True))
-
-
-def _read(
-    entry: Entry, tensors: dict[str, checkpoint._Stored], folder: Path, cuts: Cuts, whole: torch.Size
-) -> torch.Tensor:
-    """This rank's part of a tensor that is no expert's."""
-    cut, place = cuts.of(entry.param), cuts.place
-    if cut is None:
-        return checkpoint._read(entry, tensors, folder)
-    stored, rows = tensors[entry.name], whole[0] if entry.rows is None else entry.rows[1] - entry.rows[0]
-    # A tensor that fills rows of a parameter is one of its blocks.
-    cut = dataclasses.replace(cut, blocks=1)
-    if entry.valid is not None or len(stored.shape) < 1 + cut.dim or stored.shape[0] % place.ranks:
-        value = checkpoint._read(entry, tensors, folder)
-        return cut_tensor(value.reshape(rows, *whole[1:]), cut, place.rank, place.ranks)
-    width = stored.shape[cut.dim] // place.ranks
-    mine = slice(place.rank * width, (place.rank + 1) * width)
-    read: torch.Tensor = stored.file.get_slice(stored.name)[mine if cut.dim == 0 else (slice(None), mine)]
-    return read
-
-
-def narrow_inplace(model: Transformer, cuts: Cuts, dtypes: dict[str, torch.dtype], device: torch.device) -> None:
-    """Give a model this rank's shapes, heads and parts; its weights are unset afterwards."""
-    for prefix, module in model.named_modules():
-        for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            path = f"{prefix}.{name}" if prefix else name
-            kind = value.dtype if value.dtype == torch.uint8 else dtypes[path]
-            new = torch.empty(cuts.shape(path, value.shape), dtype=kind, device=device)
-            setattr(module, name, nn.Parameter(new) if isinstance(value, nn.Parameter) else new)
+def narrow_inplace(model: Transformer, cuts: Cuts) -> None:
+    """Give a model that has this rank's weights the rank's heads and parts."""
     config, ranks = model.config, cuts.place.ranks
     for layer in model.layers:
         layer.attn.heads //= ranks  # type: ignore[operator, union-attr]
@@ -179,9 +146,7 @@ def parts_of(model: Transformer, cuts: Cuts) -> Parts:
 
     def product(x_TX: torch.Tensor, w_YX: torch.Tensor) -> torch.Tensor:
         y_TY = linear(x_TX, w_YX)
-        if id(w_YX) in sums:
-            dist.all_reduce(y_TY)
-        return y_TY
+        return cuts.link.add(y_TY) if id(w_YX) in sums else y_TY
 
     return Parts(linear=product, mixture=Mixture(cuts))
 
@@ -195,7 +160,7 @@ class Mixture:
 
     def __init__(self, cuts: Cuts) -> None:
         self.cuts = cuts
-        self._balanced: ExpertParallel | None = None
+        self._balanced: ExpertParallel | DirectParallel | None = None
 
     def __call__(
         self,
@@ -221,17 +186,21 @@ class Mixture:
         experts: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """Own experts for all tokens, added over the ranks: nothing is read back, so it can be part of a graph."""
-        count, top_k = self.cuts.experts, routing.ids_TJ.shape[1]
-        ids_TJ = routing.ids_TJ - self.cuts.first
-        # Choices of other ranks come last; past the last offset rows are zero.
-        ids_TJ = torch.where((ids_TJ < 0) | (ids_TJ >= count), count, ids_TJ)
-        order_R, offs_E = moe.permute(ids_TJ, count + 1)
+        count, top_k, every = self.cuts.experts, routing.ids_TJ.shape[1], self.cuts.config.moe.num_experts
+        # Experts are counted from the first one here, so that choices of other ranks come last; rows past the last
+        # offset are zero.
+        ids_TJ = (routing.ids_TJ - self.cuts.first) % every if self.cuts.first else routing.ids_TJ
+        if z_TL.is_cuda and z_TL.dtype == torch.bfloat16:
+            few = importlib.import_module("perilune.ops.moe.triton_few")
+            if 0 < ids_TJ.numel() <= few.MOST:
+                rows = few.arrange(z_TL, dataclasses.replace(routing, ids_TJ=ids_TJ))
+                y_RL = experts(rows.rows_RL, weights, rows.offs_E[:count], activation, row_weights_R=rows.weights_R)
+                return self.cuts.link.add(few.gather_sum(y_RL, rows.row_TJ, None))
+        order_R, offs_E = moe.permute(ids_TJ, every)
         rows_RL = moe.dispatch(z_TL, order_R, top_k)
         row_weights_R = routing.weights_TJ.reshape(-1).index_select(0, order_R)
         rows_RL = experts(rows_RL, weights, offs_E[:count], activation, row_weights_R=row_weights_R)
-        y_TL = moe.combine(rows_RL, order_R, None, top_k)
-        dist.all_reduce(y_TL)
-        return y_TL
+        return self.cuts.link.add(moe.combine(rows_RL, order_R, None, top_k))
 
     def _exchange(
         self, z_TL: torch.Tensor, routing: moe.Routing, weights: moe.Dense | moe.Packed, activation: Activation
@@ -241,14 +210,25 @@ class Mixture:
         share = -(-tokens // ranks)
         if self._balanced is None or self._balanced.tokens < share:
             room = 1 << (share - 1).bit_length()
-            self._balanced = ExpertParallel(
-                Collective(), self.cuts.config.moe.num_experts, routing.ids_TJ.shape[1], room
-            )
+            self._balanced = self._exchange_for(room, routing.ids_TJ.shape[1], z_TL, weights)
         mine = slice(min(rank * share, tokens), min((rank + 1) * share, tokens))
         planned = self._balanced.plan([routing.ids_TJ[mine].long()])
         y_TL = balanced_experts(self._balanced, z_TL[mine], routing.weights_TJ[mine], weights, planned, activation)
         y_TL = nn.functional.pad(y_TL, (0, 0, 0, share - y_TL.shape[0]))
         return gather(y_TL, ranks)[:tokens]
+
+    def _exchange_for(
+        self, room: int, top_k: int, z_TL: torch.Tensor, weights: moe.Dense | moe.Packed
+    ) -> ExpertParallel | DirectParallel:
+        """The balanced layer of at most `room` tokens a rank; all layers use it one after the other."""
+        config, symmetric = self.cuts.config.moe, self.cuts.link.symmetric
+        if symmetric is None or not isinstance(weights, moe.Dense):
+            return ExpertParallel(Collective(), config.num_experts, top_k, room)
+        # Only here: it needs triton.
+        from perilune.parallel.expert import DirectParallel
+
+        sizes = (room, z_TL.shape[1], config.expert_size)
+        return DirectParallel(symmetric, config.num_experts, top_k, *sizes, z_TL.dtype, training=False)
 
 
 def gather(rows_RX: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from perilune.model import Stats
 from perilune.serve.pools import Layout, Pools
-from perilune.serve.ranks.lead import Setup, meet, share_head, share_weight, take_part
+from perilune.serve.processes import end_with_pipe
+from perilune.serve.ranks.lead import Setup, meet
+from perilune.serve.ranks.runner import share_head, share_weight, take_part
+from perilune.serve.ranks.segments import cut_state, join_state, take_rows
 from perilune.serve.ranks.shard import Cuts, load_part
 from perilune.serve.runner_paged import PagedRunner
 from perilune.serve.work import Chunk
@@ -34,10 +37,10 @@ class Seat:
 
 
 class Worker:
-    """A runner under commands."""
+    """A runner under commands. whole: the layout of the whole model's states."""
 
-    def __init__(self, runner: PagedRunner, cuts: Cuts, device: torch.device) -> None:
-        self.runner, self.cuts, self.device = runner, cuts, device
+    def __init__(self, runner: PagedRunner, cuts: Cuts, whole: Layout, device: torch.device) -> None:
+        self.runner, self.cuts, self.whole, self.device = runner, cuts, whole, device
         self.seats: dict[int, Seat] = {}
 
     def do(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -66,6 +69,16 @@ class Worker:
     def _head(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         share_head(self.runner, torch.empty(shape, dtype=dtype, device=self.device))
 
+    def _join_state(self, pages: list[int]) -> None:
+        join_state(self.runner.pools, self.whole, self.cuts.place, pages)
+
+    def _take_rows(self, pages: list[int], size: int) -> None:
+        take_rows(self.runner.pools, pages, torch.empty(size, dtype=torch.uint8, device=self.device))
+
+    def _cut_state(self, pages: list[int], size: int) -> None:
+        whole_B = torch.empty(size, dtype=torch.uint8, device=self.device)
+        cut_state(self.runner.pools, self.whole, self.cuts.place, pages, whole_B)
+
     def _take(self, weights: bool) -> None:
         take_part(self.runner, self.cuts, weights)
 
@@ -75,12 +88,14 @@ class Worker:
 
 def build(setup: Setup) -> tuple[Worker, Any]:
     """This rank's part of the model, its memory, and what it read."""
-    device = meet(setup)
-    model, cuts, loaded = load_part(setup.folder, setup.place, device, setup.dtype, setup.packed)
-    layout = Layout.of(model.config, setup.config, model.lm_head.weight.dtype)
+    device, link = meet(setup)
+    model, cuts, loaded = load_part(setup.folder, setup.place, device, setup.dtype, setup.packed, setup.reader, link)
+    layout, whole = (
+        Layout.of(config, setup.config, model.lm_head.weight.dtype) for config in (model.config, cuts.config)
+    )
     size = layout.geometry().page_bytes
     pools = Pools(layout, setup.config.arena_bytes // size, setup.config.host_bytes // size, device)
-    return Worker(PagedRunner(model.eval(), pools, setup.config), cuts, device), loaded
+    return Worker(PagedRunner(model.eval(), pools, setup.config), cuts, whole, device), loaded
 
 
 def listen(pipe: Connection, commands: queue.SimpleQueue[Any]) -> None:
@@ -93,12 +108,14 @@ def listen(pipe: Connection, commands: queue.SimpleQueue[Any]) -> None:
 
 
 def main() -> None:
+    end_with_pipe()
     pipe = Connection(int(sys.argv[1]))
     setup: Setup = pipe.recv()
     torch.set_num_threads(setup.threads)
     try:
         worker, loaded = build(setup)
         pipe.send(("ready", loaded))
+        worker.cuts.link.prepare(worker.runner.model.lm_head.weight.dtype)
         commands: queue.SimpleQueue[list[tuple[str, tuple[Any, ...]]]] = queue.SimpleQueue()
         threading.Thread(target=listen, args=(pipe, commands), daemon=True).start()
         while True:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import Error
+from perilune.serve.errors import EngineError
 
 _KINDS = {
     400: "invalid_request_error",
@@ -41,13 +42,12 @@ class ApiError(Exception):
 def refusal(error: Error, renamed: Mapping[str, str] | None = None) -> ApiError:
     """What an inner room says, as a 400 that names the field. renamed: its name of a field -> the request's.
 
-    An engine that is being drained is a 503, one that has failed a 500.
+    What an engine says of itself is a 503, or a 500 where it has failed.
     """
     message = str(error)
-    # Only at the beginning, where others have a field: further on may be what the client sent.
-    if message.startswith("the engine has failed"):
-        return ApiError(500, message)
-    if message.startswith(("the engine", "replica ", "no replica ")):
+    if isinstance(error, EngineError):
+        if error.kind == "failed":
+            return ApiError(500, message)
         return ApiError(503, message, headers={"Retry-After": "5"})
     found = _FIELD.match(message)
     param = found.group() if found else None

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from perilune.errors import Error
+from perilune.serve.errors import EngineError
 from perilune.serve.server.context import Context
 from perilune.serve.server.logs import logger
 
@@ -24,12 +25,15 @@ _AFTER = 5.0  # seconds past the drain for connections to close
 def serve(app: FastAPI, host: str, port: int) -> None:
     """Answer until SIGTERM or SIGINT; then finish what runs, for `drain_seconds` at most. A second signal ends at once.
 
-    Raises Error for an address that cannot be used.
+    Raises Error for an address that cannot be used, and EngineError after an engine that has failed ended it.
     """
     with _listening(host, port) as listener:
         shown = listener.getsockname()
         logger.info("listening", extra={"facts": {"host": shown[0], "port": shown[1]}})
-        _Server(app).run(sockets=[listener])
+        server = _Server(app)
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise EngineError(f"the engine has failed: {server.failure}", "failed")
 
 
 @contextmanager
@@ -54,6 +58,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         self.context: Context = app.state.context
         self.up = threading.Event()
+        self.failure: str | None = None
         # In a thread of its own the engine computes; the loop must not be what a request waits for.
         config = uvicorn.Config(
             app,
@@ -69,6 +74,15 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        engine = self.context.started
+        failure = None if engine is None else engine.failure
+        if failure is not None and self.failure is None:
+            self.failure = failure
+            logger.error("failed", extra={"facts": {"error": failure}})
+            self.stop()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Answers that time is up for end with an error that clients can read, before connections are cut.
