@@ -17,6 +17,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -232,39 +233,44 @@ def runsc(rounds: int) -> Row:
 
 
 def criu(rounds: int) -> Row:
-    """CRIU on one small process that sleeps: dump that goes on, restore."""
-    program = shutil.which("criu") or os.environ.get("CRIU")
+    """CRIU ($CRIU, or what is installed) on a Python process with so many MB of its own: dump that goes on, restore."""
+    program = os.environ.get("CRIU") or shutil.which("criu")
     if program is None:
         return {"skipped": "criu is not installed"}
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.split("\n")[0]
     check = subprocess.run([program, "check"], capture_output=True, text=True)
     if check.returncode:
         return {"version": version, "failed": (check.stderr or check.stdout).strip()[-200:]}
-    seconds: dict[str, list[float]] = {"dump": [], "restore": []}
-    for _ in range(max(5, rounds // 5)):
-        with tempfile.TemporaryDirectory() as place:
-            child = subprocess.Popen(
-                ["/bin/busybox", "sleep", "1000"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            time.sleep(0.1)
+    row: Row = {"version": version}
+    for megabytes in (1, 35):
+        seconds: dict[str, list[float]] = {"dump": [], "restore": []}
+        script = f"import os, time; data = os.urandom({megabytes * 10**6}); time.sleep(1000)"
+        for _ in range(max(5, rounds // 5)):
             try:
-                start = time.perf_counter()
-                quiet(program, "dump", "-t", str(child.pid), "-D", place)
-                seconds["dump"].append(time.perf_counter() - start)
-                child.kill()
-                child.wait()
-                start = time.perf_counter()
-                quiet(program, "restore", "-d", "-D", place)
-                seconds["restore"].append(time.perf_counter() - start)
+                _criu_once(program, script, seconds)
             except RuntimeError as error:
-                child.kill()
-                return {"version": version, "failed": str(error)}
-            os.kill(child.pid, 9)
-    return {"version": version, **{name: spread(values) for name, values in seconds.items()}}
+                return row | {"failed": str(error)}
+        row[f"{megabytes} MB"] = {name: spread(values) for name, values in seconds.items()}
+    return row
+
+
+def _criu_once(program: str, script: str, seconds: dict[str, list[float]]) -> None:
+    with tempfile.TemporaryDirectory() as place, open(os.devnull, "r+b") as null:
+        child = subprocess.Popen(
+            [sys.executable, "-ISc", script], stdin=null, stdout=null, stderr=null, start_new_session=True
+        )
+        time.sleep(0.3)
+        try:
+            start = time.perf_counter()
+            quiet(program, "dump", "-t", str(child.pid), "-D", place, "--leave-running")
+            seconds["dump"].append(time.perf_counter() - start)
+        finally:
+            child.kill()
+            child.wait()
+        start = time.perf_counter()
+        quiet(program, "restore", "-d", "-D", place)
+        seconds["restore"].append(time.perf_counter() - start)
+        os.kill(child.pid, 9)
 
 
 async def measure(root: Path, rounds: int, only: list[str], done: Callable[[str, Row], None]) -> dict[str, str]:

@@ -17,6 +17,7 @@ import tyro
 from perilune.cli.parse import parse
 from perilune.cli.sandbox_local import Doctor, Serve, Setup
 from perilune.cli.sandbox_shell import run_program
+from perilune.cli.sandbox_tables import table, top_table
 from perilune.errors import Error
 from perilune.sandbox.service.client import Client
 
@@ -55,7 +56,7 @@ class Create(Remote):
     env: tuple[str, ...] = ()
     """NAME=VALUE, for every program"""
     allow: tuple[str, ...] = ()
-    """addresses and CIDR blocks that it may reach; default: none"""
+    """addresses, CIDR blocks, host names and *.DOMAIN that it may reach; default: none"""
 
     def run(self) -> None:
         body: dict[str, Any] = {"templateID": self.template, "timeout": self.timeout, "autoPause": not self.kill}
@@ -102,10 +103,10 @@ class Exec(Remote):
     """the sandbox"""
     command: Words = ()
     """program and arguments, after `--`; one word is a shell command line"""
-    cwd: str = "/"
-    """working directory"""
-    user: str = "root"
-    """user"""
+    cwd: str = ""
+    """working directory; default: the template's"""
+    user: str = ""
+    """user; default: the template's"""
     timeout: float = 60.0
     """seconds; then the program and all that it started are killed"""
 
@@ -303,56 +304,6 @@ def _each(client: Client, method: str, verb: str, boxes: Sequence[str], place: s
 def _exit(code: int) -> None:
     if code:
         raise SystemExit(code)
-
-
-def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns as wide as what is in them."""
-    text = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(name), *(len(row[i]) for row in text), 0) for i, name in enumerate(names)]
-    lines = [list(names), *text]
-    return "\n".join(
-        "  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={part}" for name, part in value.items())
-    return "" if value is None else str(value)
-
-
-def top_table(rows: Sequence[dict[str, Any]]) -> str:
-    """State, age, what was written since the last restore, and memory that is shared and its own; MiB are 2^20."""
-    names = (
-        "sandbox",
-        "template",
-        "state",
-        "age s",
-        "left s",
-        "dirty MiB",
-        "shared MiB",
-        "private MiB",
-        "PSS MiB",
-        "cpu s",
-    )
-    lines = []
-    for row in sorted(rows, key=lambda row: -row["pss"]):
-        sizes = [f"{row[name] / 2**20:.1f}" for name in ("dirty", "shared", "private", "pss")]
-        left = "" if row["left"] is None else f"{row['left']:.0f}"
-        lines.append(
-            [
-                row["sandboxID"],
-                row["templateID"],
-                row["phase"],
-                f"{row['age']:.0f}",
-                left,
-                *sizes,
-                f"{row['cpuSeconds']:.1f}",
-            ]
-        )
-    total = [f"{sum(row[name] for row in rows) / 2**20:.1f}" for name in ("dirty", "shared", "private", "pss")]
-    lines.append([f"{len(rows)} in all", "", "", "", "", *total, ""])
-    return table(names, lines)
 
 
 __all__ = ["COMMANDS", "run"]

@@ -179,7 +179,8 @@ class Agent(asyncio.Protocol):
         """Start a program; `GuestError` if it cannot be started."""
         argv = ["/bin/sh", "-c", command.argv] if isinstance(command.argv, str) else list(command.argv)
         stdin = command.stdin is not None or command.interactive or command.pty is not None
-        body = spawn_body(argv, dict(command.env), command.cwd, command.user, stdin, command.pty)
+        cwd, user = command.cwd or "/", command.user or "root"
+        body = spawn_body(argv, dict(command.env), cwd, user, stdin, command.pty)
         process = GuestProcess(self._number(), self, command)
         self._streams[process.number] = process
         self.send(Frame.SPAWN, process.number, body)
@@ -188,7 +189,7 @@ class Agent(asyncio.Protocol):
                 await asyncio.shield(process.started)
         except GuestError as error:
             self.forget(process.number)
-            raise GuestError(f"{argv[0]}: {error} (cwd {command.cwd}, user {command.user})") from None
+            raise GuestError(f"{argv[0]}: {error} (cwd {cwd}, user {user})") from None
         except TimeoutError:
             self.forget(process.number)
             raise GuestError(f"{argv[0]}: the guest did not start it within {command.timeout_s:g} s") from None

@@ -1,6 +1,6 @@
 """What machines are made of, and where it lies: helper programs, kernel, disks, root file systems.
 
-ROOT/assets/confine, initrd, kernel, kernel.json, disk-MIB.raw, blank-MIB.qcow2
+ROOT/assets/confine, lib, initrd, kernel, kernel.json, disk-MIB.raw, blank-MIB.qcow2
 ROOT/templates/NAME.json, DIGEST.squashfs
 """
 
@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from perilune.sandbox.driver import Machine
 from perilune.sandbox.errors import NotFound, Unavailable
+from perilune.sandbox.image_config import ImageConfig
 from perilune.sandbox.packages import require
 
 SOURCES = Path(__file__).parent
@@ -23,22 +24,42 @@ DISK_MIB = 1024
 
 @dataclass(frozen=True)
 class Template:
-    """A root file system and the machine that it asks for. digest: its checksum, and the name of its file."""
+    """A root file system, the machine that it asks for, and the defaults of its programs.
+
+    digest: its checksum, and the name of its file.
+    """
 
     name: str
     digest: str
     memory_mib: int
     disk_mib: int = DISK_MIB
+    image: ImageConfig = field(default_factory=ImageConfig)
+
+    @classmethod
+    def load(cls, path: Path) -> Template:
+        """From the file of its name."""
+        stored = json.loads(path.read_text())
+        return cls(**{**stored, "image": ImageConfig.of(stored.get("image", {}))})
+
+    def save(self, path: Path) -> None:
+        """In one step."""
+        new = path.with_name(f".{self.name}.new")
+        new.write_text(json.dumps({**asdict(self), "image": self.image.plain()}))
+        new.rename(path)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Which kernel is installed. name: "tiny" (built from source) or "stock" (Debian's). acpi: see `Machine`."""
+    """Which kernel is installed. name: "tiny" (built from source) or "stock" (Debian's). acpi: see `Machine`.
+
+    initrd: checksum of what boots with it, our agent: with another one templates are booted anew.
+    """
 
     name: str
     version: str
     acpi: bool
     least_memory_mib: int
+    initrd: str = ""
 
 
 def state_root() -> Path:
@@ -73,7 +94,7 @@ class Assets:
 
     def templates(self) -> list[Template]:
         """What `create` can start from, by name."""
-        return [Template(**json.loads(path.read_text())) for path in sorted((self.root / "templates").glob("*.json"))]
+        return [Template.load(path) for path in sorted((self.root / "templates").glob("*.json"))]
 
     def template(self, name: str) -> Template:
         """A template by name."""
@@ -83,7 +104,9 @@ class Assets:
             raise NotFound(f"no template {name!r}; there are: {names}")
         return known[name]
 
-    def add_template(self, name: str, image: Path, memory_mib: int, disk_mib: int = DISK_MIB) -> Template:
+    def add_template(
+        self, name: str, image: Path, memory_mib: int, disk_mib: int = DISK_MIB, config: ImageConfig | None = None
+    ) -> Template:
         """Take a squashfs file in (it is moved) under a name; an older one of that name stays for its snapshots."""
         if not name or not all(character.isalnum() or character in "-_." for character in name) or name[0] == ".":
             raise ValueError(f"a template's name is {name!r}; it must be of letters, digits, '-', '_' and '.'")
@@ -93,10 +116,8 @@ class Assets:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         image.chmod(0o444)
         image.rename(directory / f"{digest}.squashfs")
-        template = Template(name, digest, memory_mib, disk_mib)
-        new = directory / f".{name}.new"
-        new.write_text(json.dumps(asdict(template)))
-        new.rename(directory / f"{name}.json")
+        template = Template(name, digest, memory_mib, disk_mib, config or ImageConfig())
+        template.save(directory / f"{name}.json")
         return template
 
     def machine(self, template: Template, memory_mib: int | None = None, disk_mib: int | None = None) -> Machine:
@@ -141,12 +162,17 @@ class Assets:
         return path
 
     def compile(self) -> None:
-        """Build the guest agent and the host's `confine` from source."""
+        """Build the guest agent, the host's `confine` and what stands in for a library of QEMU's from source."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        libraries = self.directory / "lib"
+        libraries.mkdir(exist_ok=True, mode=0o711)
         flags = ["-static", "-Os", "-s", "-Wall", "-Wextra", "-Wno-unused-result"]
         guest = sorted(str(path) for path in (SOURCES / "guest").glob("*.c"))
         _run(require("gcc"), *flags, "-o", str(self.directory / "agent"), *guest)
         _run(require("gcc"), *flags, "-o", str(self.confine), str(SOURCES / "host" / "confine.c"))
+        name = "libcapstone.so.4"
+        flags = ["-shared", "-fPIC", "-nostdlib", "-Os", "-s", "-Wall", "-Wextra", f"-Wl,-soname,{name}"]
+        _run(require("gcc"), *flags, "-o", str(libraries / name), str(SOURCES / "host" / "capstone.c"))
 
 
 def _run(*command: str) -> None:

@@ -114,16 +114,16 @@ class Sandbox:
 
     async def exec(
         self,
-        argv: str | Sequence[str],
+        argv: str | Sequence[str] = (),
         *,
         env: Mapping[str, str] | None = None,
-        cwd: str = "/",
-        user: str = "root",
+        cwd: str = "",
+        user: str = "",
         stdin: bytes | str | None = None,
         timeout_s: float = EXEC_S,
         max_output: int = 4 << 20,
     ) -> Result:
-        """Run a program to its end; a string is a shell command line."""
+        """Run a program to its end; a string is a shell command line, nothing is the template's own program."""
         data = stdin.encode() if isinstance(stdin, str) else stdin
         command = Command(argv, env or {}, cwd, user, data, timeout_s, max_output)
         return await self.manager.run(self.id, command)

@@ -45,8 +45,9 @@ async def open_gate(step: Step, box: str) -> None:
 class Network:
     """What a guest may reach. The default is nothing at all, not even the host.
 
-    allow: CIDR blocks or addresses. deny: blocks taken out of `allow`. Private, link-local and host addresses are
-    refused whatever `allow` says, unless `private` is true.
+    allow: CIDR blocks, addresses, host names and `*.DOMAIN` (every name below it). deny: blocks taken out of that.
+    Private, link-local and host addresses are refused whatever `allow` says, unless `private` is true; the host's own
+    even then.
     """
 
     allow: tuple[str, ...] = ()
@@ -123,17 +124,18 @@ class Capture:
 class Command:
     """A program to run in the guest.
 
-    argv: program and arguments; one string is a shell command line. stdin: what the program reads, then the end; with
-    `interactive` its stdin stays open for `Process.write`, without either it is empty. timeout_s: the whole process
-    tree is killed after it. max_output: bytes kept of each of stdout and stderr; the rest is dropped and said so.
-    pty: one terminal of (rows, columns), interactive, instead of three pipes. detach: no time limit; it runs until it
-    ends or is killed.
+    argv: program and arguments; one string is a shell command line; nothing is the program that the template is made
+    for. cwd, user: the template's if they are empty ("/" and root where it has none). stdin: what the program reads,
+    then the end; with `interactive` its stdin stays open for `Process.write`, without either it is empty. timeout_s:
+    the whole process tree is killed after it. max_output: bytes kept of each of stdout and stderr; the rest is dropped
+    and said so. pty: one terminal of (rows, columns), interactive, instead of three pipes. detach: no time limit; it
+    runs until it ends or is killed.
     """
 
     argv: str | Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str = "/"
-    user: str = "root"
+    cwd: str = ""
+    user: str = ""
     stdin: bytes | None = None
     timeout_s: float = 60.0
     max_output: int = 4 << 20

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from perilune.sandbox.assets import SOURCES, Assets, Kernel
@@ -58,7 +58,9 @@ def install(assets: Assets, name: str, apt: Apt, progress: Progress) -> Kernel:
     new = assets.directory / "kernel.new"
     shutil.copyfile(image, new)
     new.chmod(0o444)
-    (assets.directory / "initrd").write_bytes(initrd(assets.directory / "agent", modules))
+    archive = initrd(assets.directory / "agent", modules)
+    kernel = replace(kernel, initrd=hashlib.blake2b(archive, digest_size=8).hexdigest())
+    (assets.directory / "initrd").write_bytes(archive)
     new.rename(assets.directory / "kernel")
     (assets.directory / "kernel.json").write_text(json.dumps(asdict(kernel)))
     return kernel

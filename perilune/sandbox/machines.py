@@ -231,7 +231,7 @@ class Machines:
 
     async def golden(self, template: str, machine: Machine) -> Snapshot:
         """The snapshot of a booted template on this machine; boots it the first time."""
-        formats = await self.driver.format(machine)
+        formats = {**await self.driver.format(machine), "initrd": self.assets.kernel().initrd}
         key = f"golden {template} " + " ".join(f"{name}={value}" for name, value in sorted(formats.items()))
         async with self._golden.setdefault(key, asyncio.Lock()):
             known = self.store.fact(key)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import secrets
 import shutil
 import time
 from collections.abc import Awaitable
@@ -13,20 +10,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from perilune.sandbox import captures
+from perilune.sandbox import captures, creation
 from perilune.sandbox.admission import Admission
 from perilune.sandbox.assets import Assets
 from perilune.sandbox.driver import Capture, Command, Driver, Gate, Network, Process, Result, Stats, Step, open_gate
-from perilune.sandbox.errors import Conflict, Exhausted, NotFound, Recoverable, SandboxError
+from perilune.sandbox.errors import Conflict, NotFound, Recoverable, SandboxError
+from perilune.sandbox.image_config import ImageConfig, with_defaults
 from perilune.sandbox.keeper import keep
 from perilune.sandbox.layers import Layers
 from perilune.sandbox.machines import Machines, Running
 from perilune.sandbox.network import check
-from perilune.sandbox.options import Limits, Options, lifetime, network_of
+from perilune.sandbox.options import Limits, Options, network_of
 from perilune.sandbox.pool import Pool
 from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.states import Decision, Request, State, decide
 from perilune.sandbox.store import Record, Store
+from perilune.sandbox.tokens import Tokens
 from perilune.sandbox.transitions import Transitions
 
 FORKS = 64
@@ -50,7 +49,7 @@ class Manager:
         self.pool = Pool(self.machines, self.admission, limits.pool_low, limits.pool_high)
         self.transitions = Transitions(self.store, self.end)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._seed = _seed(root / "seed")
+        self.tokens = Tokens(root / "seed")
 
     @classmethod
     async def open(
@@ -59,7 +58,7 @@ class Manager:
         """Take over a root directory: what an earlier service left is brought into a state that is true."""
         manager = cls(assets, driver, limits or Limits(), gate)
         await manager._reconcile()
-        manager._spawn(keep(manager))
+        manager.spawn(keep(manager))
         return manager
 
     async def _reconcile(self) -> None:
@@ -88,7 +87,8 @@ class Manager:
         self.store.reconcile()
         self.store.close()
 
-    def _spawn(self, work: Awaitable[Any]) -> None:
+    def spawn(self, work: Awaitable[Any]) -> None:
+        """Do it beside everything else, until the service closes."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_done)
@@ -111,71 +111,7 @@ class Manager:
 
     async def create(self, options: Options) -> Record:
         """A new sandbox that runs and answers; from a snapshot, or from its template's golden one."""
-        started = time.perf_counter()
-        if self.store.count() >= self.limits.boxes:
-            raise Exhausted(f"{self.limits.boxes} sandboxes exist already; kill some, or raise limits.boxes")
-        spec, snapshot = await self._plan(options)
-        machine = self.machines.machine(spec)
-        pooled = None if options.snapshot or options.network != Network() else self.pool.take(snapshot.id)
-        box = pooled.handle.box if pooled else secrets.token_hex(8)
-        self.admission.admit(box, machine.memory_mib)
-        expires = None if options.timeout_s is None else time.time() + options.timeout_s
-        record = self.store.insert(
-            box,
-            spec["template"],
-            spec,
-            options.metadata,
-            options.owner,
-            expires,
-            snapshot.id if options.snapshot else None,
-        )
-
-        async def work(record: Record) -> Record:
-            running = await self._from_pool(pooled) if pooled else None
-            running = running or await self.machines.start(box, snapshot, machine, options.network)
-            await self.gate(Step.COMMITTING, box)
-            moved = self.store.move(self.store.get(box), State.RUNNING)
-            self.watch(running)
-            return moved
-
-        record = await self.transitions.begin("create", record, State.ENDED, work)
-        self._spawn(self.pool.fill(spec["template"], snapshot, machine))
-        self.transitions.emit("created", box, started)
-        return record
-
-    async def _from_pool(self, pooled: Running) -> Running | None:
-        """A machine that was kept ready, if it still answers."""
-        box = pooled.handle.box
-        self.machines.running[box] = pooled
-        try:
-            await self.driver.refresh(pooled.handle, box)
-        except SandboxError:
-            await self.machines.stop(box)
-            return None
-        pooled.used = time.monotonic()
-        return pooled
-
-    async def _plan(self, options: Options) -> tuple[dict[str, Any], Snapshot]:
-        if options.snapshot is not None:
-            snapshot = self.store.snapshot(options.snapshot)
-            spec = {**self._spec_of(snapshot), **lifetime(options)}
-            return spec, snapshot
-        template = self.machines.assets.template(options.template)
-        spec = {
-            "template": template.name,
-            "digest": template.digest,
-            "memory_mib": options.memory_mib,
-            "disk_mib": options.disk_mib,
-            **lifetime(options),
-        }
-        return spec, await self.machines.golden(template.name, self.machines.machine(spec))
-
-    def _spec_of(self, snapshot: Snapshot) -> dict[str, Any]:
-        return {
-            "template": snapshot.template,
-            "memory_mib": int(snapshot.format["memory_mib"]),
-            "disk_mib": int(snapshot.format["disk_mib"]) if "disk_mib" in snapshot.format else None,
-        }
+        return await creation.create(self, options)
 
     def watch(self, running: Running) -> None:
         async def watch() -> None:
@@ -186,7 +122,7 @@ class Manager:
                 self.transitions.emit("died", box, time.perf_counter(), why)
                 await self.end(box, why)
 
-        self._spawn(watch())
+        self.spawn(watch())
 
     async def pause(self, box: str) -> Record:
         """Save the sandbox and free its processor and memory."""
@@ -203,7 +139,7 @@ class Manager:
             await asyncio.to_thread(_remove, self.machines.directory(box))
             await self.gate(Step.COMMITTED, box)
             self.admission.release(box)
-            self._spawn(self.machines.prepare(running.snapshot, running.machine))
+            self.spawn(self.machines.prepare(running.snapshot, running.machine))
             return self.store.get(box)
 
         return await self.transitions.ask(box, Request.PAUSE, work, lambda: self.store.get(box))
@@ -297,8 +233,9 @@ class Manager:
     async def exec(self, box: str, command: Command) -> Process:
         """Start a program in a sandbox that runs."""
         running = self._use(box)
-        env = {**self.store.get(box).spec.get("env", {}), **command.env}
-        return await self.driver.exec(running.handle, Command(**{**command.__dict__, "env": env}))
+        spec = self.store.get(box).spec
+        command = with_defaults(command, ImageConfig.of(spec.get("image", {})), spec.get("env", {}))
+        return await self.driver.exec(running.handle, command)
 
     async def run(self, box: str, command: Command) -> Result:
         """Run a program to its end."""
@@ -344,21 +281,15 @@ class Manager:
     def token(self, box: str, kind: str) -> str:
         """The secret of one sandbox for one purpose ("access", "traffic"): derived, never stored, another for each."""
         self.store.get(box)
-        return hmac.new(self._seed, f"{kind}:{box}".encode(), hashlib.sha256).hexdigest()
+        return self.tokens.of(box, kind)
 
     def check_token(self, box: str, kind: str, token: str) -> bool:
-        """Compare in constant time."""
+        """Compare in constant time; False for a sandbox that there is not."""
         try:
-            return hmac.compare_digest(self.token(box, kind).encode(), token.encode())
+            self.store.get(box)
         except NotFound:
             return False
-
-
-def _seed(path: Path) -> bytes:
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_bytes(secrets.token_bytes(32))
-    return path.read_bytes()
+        return self.tokens.check(box, kind, token)
 
 
 def _empty(directory: Path) -> None:

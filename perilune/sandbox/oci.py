@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.sandbox.assets import Assets, Template
+from perilune.sandbox.image_config import of_image
 from perilune.sandbox.packages import require
 from perilune.sandbox.rootfs import PYTHON_MIB, pack
 from perilune.sandbox.untar import require_filters
@@ -30,8 +31,9 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 def from_image(assets: Assets, name: str, image: Path, memory_mib: int = PYTHON_MIB) -> Template:
-    """Make a template of an image; raises `ValueError` if it is none, or if a layer leaves its root.
+    """Make a template of an image, with what its configuration says about programs (image_config.py).
 
+    Raises `ValueError` if it is no image, or if a layer leaves its root.
     Raises `Unavailable` before Python 3.11.4, as `unpack` does.
     """
     require_filters()
@@ -43,25 +45,54 @@ def from_image(assets: Assets, name: str, image: Path, memory_mib: int = PYTHON_
                 archive.extractall(files, filter="data")
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perilune-root-"))) / "root"
         root.mkdir(mode=0o755)
+        config = of_image(configuration(files))
         for layer in layers(files):
             unpack(layer, root)
-        return pack(assets, name, root, memory_mib)
+        _inside(root, config.cwd).mkdir(parents=True, exist_ok=True)
+        return pack(assets, name, root, memory_mib, config=config)
 
 
 def layers(image: Path) -> Iterator[bytes]:
     """The layers' bytes, the lowest first."""
-    if (image / "index.json").exists():
-        manifest = _manifest(image)
-        for entry in manifest["layers"]:
+    if _is_layout(image):
+        for entry in _manifest(image)["layers"]:
             yield _blob(image, entry["digest"])
-    elif (image / "manifest.json").exists():
-        for name in json.loads((image / "manifest.json").read_text())[0]["Layers"]:
-            path = (image / name).resolve()
-            if not path.is_relative_to(image.resolve()):
-                raise ValueError(f"{image}: its layer {name!r} is outside of it")
-            yield path.read_bytes()
     else:
+        for name in _archived(image)["Layers"]:
+            yield _member(image, name)
+
+
+def configuration(image: Path) -> dict[str, Any]:
+    """The image's configuration; empty if it has none."""
+    if _is_layout(image):
+        entry = _manifest(image).get("config")
+        found = _blob(image, entry["digest"]) if entry else b"{}"
+    else:
+        name = _archived(image).get("Config")
+        found = _member(image, name) if name else b"{}"
+    parsed: dict[str, Any] = json.loads(found)
+    return parsed
+
+
+def _is_layout(image: Path) -> bool:
+    return (image / "index.json").exists()
+
+
+def _archived(image: Path) -> dict[str, Any]:
+    path = image / "manifest.json"
+    if not path.exists():
         raise ValueError(f"{image} is no image: it has neither index.json (OCI) nor manifest.json (docker-archive)")
+    found: dict[str, Any] = json.loads(path.read_text())[0]
+    return found
+
+
+def _member(image: Path, name: str) -> bytes:
+    path = (image / name).resolve()
+    if not path.is_relative_to(image.resolve()):
+        raise ValueError(f"{image}: its file {name!r} is outside of it")
+    if not path.is_file():
+        raise ValueError(f"{image} has no file {name!r}, which its manifest names")
+    return path.read_bytes()
 
 
 def _manifest(image: Path) -> dict[str, Any]:
@@ -131,4 +162,4 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["from_image", "layers", "unpack"]
+__all__ = ["configuration", "from_image", "layers", "unpack"]

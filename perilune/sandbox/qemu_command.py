@@ -77,7 +77,9 @@ def command(
     for node in (raw(machine.root, "root"), layers(machine.disk, [*disks, top])):
         arguments += ["-blockdev", json.dumps(node)]
     arguments += ["-device", "virtio-blk-device,drive=root"]
-    arguments += ["-device", f"virtio-blk-device,id={DISK_DEVICE},drive={node_name(len(disks))}"]
+    # Where the host's disk is full the guest is told so, and not stopped until there is room.
+    disk = f"virtio-blk-device,id={DISK_DEVICE},drive={node_name(len(disks))},werror=report,rerror=report"
+    arguments += ["-device", disk]
     if load:
         arguments += ["-global", "migration.send-configuration=off", "-incoming", "defer"]
     return arguments

@@ -93,7 +93,9 @@ class Launcher:
             )
             inherited = [*fds, *(fd for fd in (tap, kvm) if fd is not None)]
             process = Spawned(
-                confined(self.confine, line, self._limits(start, uid)), start.directory / "log", inherited
+                confined(self.confine, line, self._limits(start, uid)),
+                *(start.directory / "log", inherited),
+                libraries=self._libraries,
             )
             if self.cgroups is not None:
                 with contextlib.suppress(OSError):  # it may have ended already; then its log says why
@@ -108,9 +110,22 @@ class Launcher:
             undo.pop_all()
         return vm, ours
 
+    @property
+    def _libraries(self) -> Path:
+        """Ours that stand in for QEMU's (host/capstone.c), beside `confine`."""
+        return self.confine.parent / "lib"
+
     def _limits(self, start: Start, uid: int | None) -> Confinement:
         machine = start.machine
-        readable = [machine.kernel, machine.initrd, machine.root, machine.disk, start.memory, *start.disks]
+        readable = [
+            self._libraries,
+            machine.kernel,
+            machine.initrd,
+            machine.root,
+            machine.disk,
+            start.memory,
+            *start.disks,
+        ]
         if start.state is not None:
             readable.append(start.state)
         return Confinement(

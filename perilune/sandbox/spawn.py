@@ -52,12 +52,23 @@ def confined(program: Path, command: Sequence[str], limits: Confinement) -> list
 
 
 class Spawned:
-    """A child process that is waited for without threads: `gone` is set as soon as it has ended."""
+    """A child process that is waited for without threads: `gone` is set as soon as it has ended.
 
-    def __init__(self, command: Sequence[str], log: Path, fds: Sequence[int], cwd: Path = Path("/")) -> None:
+    libraries: where its dynamic linker looks first.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        fds: Sequence[int],
+        cwd: Path = Path("/"),
+        libraries: Path | None = None,
+    ) -> None:
+        env = ENVIRONMENT if libraries is None else {**ENVIRONMENT, "LD_LIBRARY_PATH": str(libraries)}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=fds, cwd=cwd, env=ENVIRONMENT
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=fds, cwd=cwd, env=env
             )
         self.pid = self._process.pid
         self.gone = asyncio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.sandbox.errors import Conflict, NotFound, SandboxError
+from perilune.sandbox.errors import Conflict, Exhausted, NotFound, SandboxError
 from perilune.sandbox.snapshot import Snapshot, from_json, to_json
 from perilune.sandbox.states import State, after_crash, may_move
 
@@ -34,6 +35,8 @@ CREATE INDEX IF NOT EXISTS uses_layer ON uses(layer);
 CREATE INDEX IF NOT EXISTS snapshots_box ON snapshots(box);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+# What hundreds of moves write before the log is checkpointed.
+_RESERVE_PAGES = 512
 _CHANGEABLE = ("snapshot", "expires", "reason", "metadata", "owner", "spec")
 
 
@@ -75,9 +78,21 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA foreign_keys=ON")
             self._db.executescript(SCHEMA)
+            self._reserve()
         except sqlite3.OperationalError as error:
             self._db.close()
-            raise SandboxError(f"{path}: {error}; another service uses it") from error
+            said = "another service uses it" if error.sqlite_errorcode == sqlite3.SQLITE_BUSY else "it cannot be opened"
+            raise SandboxError(f"{path}: {error}; {said}") from error
+
+    def _reserve(self) -> None:
+        """Room in the file and in its log that is written over: states can be moved when the disk is full."""
+        self._db.execute(f"PRAGMA wal_autocheckpoint={_RESERVE_PAGES // 2}")
+        (page,) = self._db.execute("PRAGMA page_size").fetchone()
+        with contextlib.suppress(sqlite3.OperationalError):  # on a disk that is full already
+            self._db.executescript(
+                f"CREATE TABLE reserve AS SELECT zeroblob({_RESERVE_PAGES * page}) AS room; DROP TABLE reserve;"
+                "PRAGMA wal_checkpoint(RESTART);"
+            )
 
     def close(self) -> None:
         """Give the file back."""
@@ -90,10 +105,13 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise Exhausted("the service's disk is full: nothing has changed") from error
             raise
-        self._db.execute("COMMIT")
 
     # Sandboxes
 

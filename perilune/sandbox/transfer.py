@@ -32,7 +32,7 @@ async def upload(manager: Manager, box: str, local: Path, path: str) -> None:
 
 async def download(manager: Manager, box: str, path: str, local: Path) -> None:
     """Copy a file or folder of the guest to `local`, whole or not at all for a file."""
-    kind = await manager.run(box, Command(["test", "-d", path]))
+    kind = await manager.run(box, Command(["test", "-d", path], user="root"))
     if kind.exit_code:
         data = await manager.read(box, path)
         await asyncio.to_thread(local.write_bytes, data)
@@ -42,12 +42,12 @@ async def download(manager: Manager, box: str, path: str, local: Path) -> None:
     try:
         data = await manager.read(box, archive)
     finally:
-        await manager.run(box, Command(["rm", "-f", archive]))
+        await manager.run(box, Command(["rm", "-f", archive], user="root"))
     await asyncio.to_thread(_unpack, data, local)
 
 
 async def _shell(manager: Manager, box: str, script: str) -> None:
-    result = await manager.run(box, Command(script, timeout_s=_TAR_S))
+    result = await manager.run(box, Command(script, user="root", timeout_s=_TAR_S))
     if result.exit_code:
         raise GuestError(f"{script.split(';')[0]}: {result.stderr.decode(errors='replace').strip()[-300:]}")
 

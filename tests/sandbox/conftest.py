@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from perilune.sandbox.firecracker import FirecrackerDriver
 from perilune.sandbox.firecracker_api import fetch, find_binary
 from perilune.sandbox.gates import Gates
 from perilune.sandbox.manager import Manager
-from perilune.sandbox.packages import PROGRAMS, Apt, missing
+from perilune.sandbox.packages import DEBOOTSTRAP, PROGRAMS, Apt, missing
 from perilune.sandbox.qemu import QemuDriver
 from tests.sandbox.worlds import Given, run, world
 
@@ -34,6 +35,10 @@ from tests.sandbox.worlds import Given, run, world
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accel", default="tcg", choices=("tcg", "kvm"), help="accelerator of the sandbox tests")
     parser.addoption("--firecracker", action="store_true", help="boot Firecracker in the sandbox tests (real KVM)")
+
+
+# Assets of sources that are no longer tested.
+_UNUSED_S = 24 * 3600
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +53,10 @@ def qemu_assets() -> Assets:
     digest = hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
     root = kernel.cache() / f"tests-{name}-{digest}"
     root.parent.mkdir(parents=True, exist_ok=True)
+    for lock_of in root.parent.glob("tests-*.lock"):
+        if time.time() - lock_of.stat().st_mtime > _UNUSED_S:
+            shutil.rmtree(lock_of.with_suffix(""), ignore_errors=True)
+            lock_of.unlink(missing_ok=True)
     # One process makes them, those beside it wait.
     with open(root.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,12 +80,17 @@ def _make(assets: Assets, name: str, packages: list[str]) -> None:
     kernel.install(assets, name, apt, print)
     rootfs.busybox(assets, print)
 
+    _boot(assets, "busybox", 64, 1024)
+
+
+def _boot(assets: Assets, template: str, *disks_mib: int) -> None:
+    """The golden snapshots of a template with each size of disk that the tests use."""
+
     async def boot() -> None:
-        """The golden snapshots of both sizes of disk that the tests use."""
         manager = await Manager.open(assets, QemuDriver(assets.confine))
-        for disk_mib in (64, 1024):
-            machine = manager.machines.machine({"template": "busybox", "disk_mib": disk_mib})
-            await manager.machines.golden("busybox", machine)
+        for disk_mib in disks_mib:
+            machine = manager.machines.machine({"template": template, "disk_mib": disk_mib})
+            await manager.machines.golden(template, machine)
         await manager.close()
 
     run(boot())
@@ -90,9 +104,36 @@ def place() -> Iterator[Path]:
         yield Path(path)
 
 
+@pytest.fixture(scope="session")
+def python_assets(qemu_assets: Assets) -> Assets:
+    """The same with the template python, booted; or a skip that says what is missing."""
+    if missing(DEBOOTSTRAP) and not (os.environ.get("CI") and os.geteuid() == 0):
+        pytest.skip("needs the package debootstrap; `perilune sandbox setup` installs it")
+    with open(qemu_assets.root.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (qemu_assets.root / "python").exists():
+            try:
+                rootfs.python(qemu_assets, Apt(qemu_assets.root / "apt"), print)
+            except SandboxError as error:
+                pytest.skip(str(error))
+            _boot(qemu_assets, "python", 1024)
+            (qemu_assets.root / "python").touch()
+    return qemu_assets
+
+
+@pytest.fixture
+def python_root(python_assets: Assets, place: Path) -> Assets:
+    """`qemu_root` with the template python."""
+    return _shared(python_assets, place)
+
+
 @pytest.fixture
 def qemu_root(qemu_assets: Assets, place: Path) -> Assets:
     """A root directory of its own that shares assets, templates and golden snapshots."""
+    return _shared(qemu_assets, place)
+
+
+def _shared(qemu_assets: Assets, place: Path) -> Assets:
     root = place / "root"
     root.mkdir(mode=0o711)
     for name in ("assets", "templates"):

@@ -255,9 +255,9 @@ def test_harbor_in_a_guest(fake_root: Assets, tmp_path: Path) -> None:
         await environment.restore(base)
         assert (await environment.exec("cat /g")).stdout == "\x00data"
         await environment.set_network_policy(
-            NetworkPolicy(network_mode=NetworkMode.ALLOWLIST, allowed_hosts=["192.0.2.1"])
+            NetworkPolicy(network_mode=NetworkMode.ALLOWLIST, allowed_hosts=["1.1.1.1", "*.example.org"])
         )
-        assert manager.store.boxes()[0].spec["network"]["allow"] == ["192.0.2.1"]
+        assert manager.store.boxes()[0].spec["network"]["allow"] == ["1.1.1.1", "*.example.org"]
         await environment.stop(delete=False)
         assert [record.state.value for record in manager.store.boxes()] == ["paused"]
         await environment.stop(delete=True)

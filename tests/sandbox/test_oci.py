@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from perilune.sandbox import Assets, Manager, Sandbox, Unavailable
-from perilune.sandbox.oci import from_image, layers, unpack
+from perilune.sandbox import Assets, GuestError, Manager, Sandbox, Unavailable
+from perilune.sandbox.image_config import ImageConfig, of_image
+from perilune.sandbox.oci import configuration, from_image, layers, unpack
 from perilune.sandbox.packages import find
 from perilune.sandbox.qemu import QemuDriver
 from perilune.sandbox.transfer import _unpack
@@ -49,10 +50,20 @@ def blob(place: Path, data: bytes) -> str:
     return f"sha256:{digest}"
 
 
-def layout(place: Path, *parts: bytes) -> Path:
+CONFIG = {
+    "Env": ["PATH=/usr/games:/bin", "GREETING=hello world", "EMPTY="],
+    "WorkingDir": "/srv/app",
+    "User": "1000:users",
+    "Entrypoint": ["/bin/sh", "-c"],
+    "Cmd": ["echo $GREETING from $(pwd)"],
+}
+
+
+def layout(place: Path, *parts: bytes, config: object = CONFIG) -> Path:
     """An OCI layout, its manifest behind a second index as buildx writes it."""
     place.mkdir()
-    manifest = {"layers": [{"digest": blob(place, gzip.compress(part))} for part in parts]}
+    manifest: dict[str, object] = {"layers": [{"digest": blob(place, gzip.compress(part))} for part in parts]}
+    manifest["config"] = {"digest": blob(place, json.dumps({"config": config}).encode())}
     platform = {"os": "linux", "architecture": "amd64"}
     inner = {"manifests": [{"digest": blob(place, json.dumps(manifest).encode()), "platform": platform}]}
     outer = {"manifests": [{"digest": blob(place, json.dumps(inner).encode())}]}
@@ -96,6 +107,48 @@ def test_blobs_are_checked(tmp_path: Path) -> None:
         list(layers(image))
     with pytest.raises(ValueError, match="no image"):
         list(layers(tmp_path))
+    (tmp_path / "manifest.json").write_text('[{"Config": "c.json", "Layers": ["../l.tar"]}]')
+    with pytest.raises(ValueError, match=r"no file 'c\.json'"):
+        configuration(tmp_path)
+    with pytest.raises(ValueError, match="outside"):
+        list(layers(tmp_path))
+
+
+async def said_by_its_config(box: Sandbox) -> None:
+    """Its own program; its defaults; what the sandbox and the call say comes before them."""
+    assert (await box.exec()).text == "hello world from /srv/app\n"
+    seen = "echo $PATH $GREETING $EMPTY; pwd; busybox id -u; busybox id -g"
+    shown = (await box.exec(seen)).text
+    assert shown == "/usr/games:/bin hello world 2\n/srv/app\n1000\n100\n"
+    given = await box.exec(seen, env={"GREETING": "hi", "EMPTY": "3"}, cwd="/etc", user="root")
+    assert given.text == "/usr/games:/bin hi 3\n/etc\n0\n0\n"
+    assert (await box.exec(["/bin/busybox", "id", "-u"], user="7")).text == "7\n"
+    for user in ("nobody-there", "1000:nobody-there"):
+        with pytest.raises(GuestError, match=user):
+            await box.exec("true", user=user)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"Env": ["A"]}, "Env has 'A'"),
+        ({"Env": "A=1"}, "Env is 'A=1'"),
+        ({"WorkingDir": "app"}, "WorkingDir is 'app'"),
+        ({"User": 7}, "User is 7"),
+        ({"Cmd": "run"}, "Cmd is 'run'"),
+        ({"Entrypoint": [1]}, "Entrypoint is"),
+    ],
+)
+def test_a_configuration_says_what_is_wrong(config: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        of_image({"config": config})
+
+
+def test_a_configuration_may_be_empty() -> None:
+    for empty in ({}, {"config": None}, {"config": {"Env": None, "Cmd": None, "User": "", "WorkingDir": ""}}):
+        assert of_image(empty) == ImageConfig()
+    full = of_image({"config": CONFIG})
+    assert ImageConfig.of(json.loads(json.dumps(full.plain()))) == full
 
 
 @needs_filters
@@ -104,7 +157,7 @@ def test_an_image_becomes_a_template(qemu_root: Assets, place: Path) -> None:
     busybox = find("busybox")
     assert busybox is not None
     base = layer(**{"bin__busybox": Path(busybox).read_bytes(), "bin__sh": "/bin/busybox", "bin__cat": "/bin/busybox"})
-    top = layer(etc__who=b"image\n")
+    top = layer(etc__who=b"image\n", etc__group=b"root:x:0:\nusers:x:100:\n")
     image = layout(place / "image", base, top)
     archive = place / "image.tar"
     with tarfile.open(archive, "w") as file:
@@ -113,6 +166,7 @@ def test_an_image_becomes_a_template(qemu_root: Assets, place: Path) -> None:
     docker.mkdir()
     (docker / "one.tar").write_bytes(base)
     (docker / "two.tar").write_bytes(top)
+    (docker / "c.json").write_text(json.dumps({"config": {"Env": ["WHO=docker"], "User": ""}}))
     (docker / "manifest.json").write_text(json.dumps([{"Config": "c.json", "Layers": ["one.tar", "two.tar"]}]))
     with tarfile.open(place / "docker.tar", "w") as file:
         file.add(docker, arcname=".")
@@ -129,7 +183,19 @@ def test_an_image_becomes_a_template(qemu_root: Assets, place: Path) -> None:
         manager = await Manager.open(qemu_root, QemuDriver(qemu_root.confine))
         try:
             async with Sandbox.create("docker", manager=manager) as box:
-                assert (await box.exec("cat /etc/who")).text == "image\n"
+                assert (await box.exec("cat /etc/who; echo $WHO; pwd")).text == "image\ndocker\n/\n"
+                with pytest.raises(ValueError, match="no program of its own"):
+                    await box.exec()
+            async with Sandbox.create("layout", manager=manager, env={"EMPTY": "2"}) as box:
+                await said_by_its_config(box)
+                await box.pause()
+                await box.resume()
+                (kid,) = await box.fork(1)
+                await said_by_its_config(kid)
+                await kid.checkpoint("of-an-image")
+                await kid.kill()
+            async with Sandbox.create(snapshot="of-an-image", manager=manager, env={"EMPTY": "2"}) as box:
+                await said_by_its_config(box)
         finally:
             await manager.close()
 

@@ -149,7 +149,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"memoryMB": 1}, "memoryMB"),
     ({"volumeMounts": [{"name": "v"}]}, "volumeMounts"),
     ({"network": {"rules": {"a": 1}}}, "network.rules"),
-    ({"network": {"allowOut": ["example.com"]}}, "network.allow"),
+    ({"network": {"allowOut": ["no name"]}}, "network.allow"),
     ({"mcp": {}}, "mcp"),
 ]
 
@@ -177,6 +177,8 @@ def test_the_network_is_shut_unless_asked_for(client: httpx.Client) -> None:
     assert code(client.put(f"/sandboxes/{box}/network", json={})) == 204
     assert client.get(f"/sandboxes/{box}").json()["network"] == {"allowOut": [], "denyOut": []}
     assert code(client.put(f"/sandboxes/{box}/network", json={"allowOut": ["::1"]})) == 400
+    assert code(client.put(f"/sandboxes/{box}/network", json={"denyOut": ["example.org"]})) == 400
+    assert code(client.put(f"/sandboxes/{box}/network", json={"allowOut": ["example.org", "*.example.org"]})) == 204
 
 
 def test_a_request_sent_again_makes_one_sandbox(client: httpx.Client) -> None:
@@ -335,6 +337,9 @@ def test_output_streams_as_it_comes(client: httpx.Client) -> None:
 
 def test_an_interactive_program(client: httpx.Client) -> None:
     box = new(client)["sandboxID"]
+    nothing = client.post(f"/sandboxes/{box}/exec", json={})
+    assert (nothing.status_code, nothing.json()["error_code"]) == (400, "invalid")
+    assert "no program of its own" in nothing.json()["message"]
     started = client.post(f"/sandboxes/{box}/exec", json={"cmd": "cat", "interactive": True, "tag": "t"}).json()
     pid = started["pid"]
     assert [one["pid"] for one in client.get(f"/sandboxes/{box}/exec").json()] == [pid]

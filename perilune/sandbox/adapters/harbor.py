@@ -47,6 +47,8 @@ class SandboxEnvironment(BaseEnvironment):
         return EnvironmentCapabilities(
             disable_internet=True,
             network_allowlist=True,
+            network_allowlist_hostnames=True,
+            network_allowlist_wildcard_hostnames=True,
             network_allowlist_ipv4_addresses=True,
             network_allowlist_ipv4_cidrs=True,
             dynamic_network_policy=True,
@@ -89,7 +91,7 @@ class SandboxEnvironment(BaseEnvironment):
         )
         folders = [str(mount["target"]) for mount in self._mounts]
         if folders:
-            await self._box.exec(["mkdir", "-p", *folders])
+            await self._box.exec(["mkdir", "-p", *folders], user="root")
 
     async def stop(self, delete: bool) -> None:
         """Kill the sandbox, or with `delete` false pause it: it waits without cost, for somebody to look into."""
@@ -113,8 +115,8 @@ class SandboxEnvironment(BaseEnvironment):
         result = await self.box.exec(
             command,
             env=self._merge_env(env),
-            cwd=cwd or self.task_env_config.workdir or "/",
-            user="root" if who is None else str(who),
+            cwd=cwd or self.task_env_config.workdir or "",
+            user="" if who is None else str(who),
             timeout_s=timeout_sec or FOREVER_S,
         )
         stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))

@@ -127,7 +127,7 @@ class SandboxRuntime(AbstractRuntime):
             script, words = (argv, []) if isinstance(argv, str) else ('exec "$@"', argv)
             argv = ["/bin/sh", "-c", f"exec 2>&1; {script}", "sh", *words]
         limit = command.timeout or FOREVER_S
-        result = await self.box.exec(argv, env=command.env, cwd=command.cwd or "/", timeout_s=limit)
+        result = await self.box.exec(argv, env=command.env, cwd=command.cwd or "", timeout_s=limit)
         if result.timed_out:
             raise CommandTimeoutError(f"{command.command!r} did not end within {limit:g} s")
         answer = CommandResponse(

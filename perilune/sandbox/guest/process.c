@@ -49,29 +49,41 @@ static int parse(struct request *r, const uint8_t *body, uint32_t length) {
   return 1;
 }
 
-// uid, gid and home of a user by /etc/passwd, or of a number; 0 if there is none.
+// The line of /etc/passwd or /etc/group with this name or number (its third field), split in `line`; 0 if there is none.
+static int find_line(const char *path, const char *name, char *line, size_t size, char *fields[7]) {
+  FILE *file = fopen(path, "re");
+  int found = 0;
+  while (file && !found && fgets(line, size, file)) {
+    char *rest = line;
+    for (int i = 0; i < 7; i++) fields[i] = rest ? strsep(&rest, ":\n") : 0;
+    found = fields[3] && (!strcmp(fields[0], name) || !strcmp(fields[2], name));
+  }
+  if (file) fclose(file);
+  return found;
+}
+
+// uid, gid and home of USER or USER:GROUP, names or numbers; 0 if there is no such user or group.
 static int find_user(const char *name, uid_t *uid, gid_t *gid, char *home, size_t size) {
-  if (!strcmp(name, "root")) {
+  char line[1024], user[64], *fields[7], *group;
+  snprintf(user, sizeof user, "%s", name);
+  if ((group = strchr(user, ':'))) *group++ = 0;
+  if (!strcmp(user, "root")) {
     *uid = *gid = 0;
     snprintf(home, size, "/root");
-    return 1;
-  }
-  char line[1024];
-  FILE *file = fopen("/etc/passwd", "re");
-  while (file && fgets(line, sizeof line, file)) {
-    char *fields[7] = {0}, *rest = line;
-    for (int i = 0; i < 7 && rest; i++) fields[i] = strsep(&rest, ":\n");
-    if (!fields[5] || (strcmp(fields[0], name) && strcmp(fields[2], name))) continue;
+  } else if (find_line("/etc/passwd", user, line, sizeof line, fields) && fields[5]) {
     *uid = atoi(fields[2]);
     *gid = atoi(fields[3]);
     snprintf(home, size, "%s", fields[5]);
-    fclose(file);
-    return 1;
+  } else if (isdigit((unsigned char)user[0])) {
+    *uid = *gid = atoi(user);
+    snprintf(home, size, "/");
+  } else {
+    return 0;
   }
-  if (file) fclose(file);
-  if (!isdigit((unsigned char)name[0])) return 0;
-  *uid = *gid = atoi(name);
-  snprintf(home, size, "/");
+  if (!group || !*group) return 1;
+  if (find_line("/etc/group", group, line, sizeof line, fields)) *gid = atoi(fields[2]);
+  else if (isdigit((unsigned char)group[0])) *gid = atoi(group);
+  else return 0;
   return 1;
 }
 
@@ -125,12 +137,13 @@ static _Noreturn void child(struct request *r, struct stream *s, int in, int out
   sigprocmask(SIG_SETMASK, &none, 0);
   signal(SIGPIPE, SIG_DFL);
   if (!find_user(r->user, &uid, &gid, home, sizeof home)) error = ENOENT;
-  if (!error && uid && (setgroups(0, 0) || setgid(gid) || setuid(uid))) error = errno;
+  if (!error && (uid || gid) && (setgroups(0, 0) || setgid(gid) || setuid(uid))) error = errno;
   if (!error && chdir(r->cwd)) error = errno;
   clearenv();
   setenv("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", 1);
   setenv("HOME", home, 1);
-  setenv("USER", r->user, 1);
+  snprintf(text, sizeof text, "%.*s", (int)strcspn(r->user, ":"), r->user);
+  setenv("USER", text, 1);
   setenv("LANG", "C.UTF-8", 1);
   if (r->flags & WITH_PTY) setenv("TERM", "xterm-256color", 1);
   for (uint32_t i = 0; i < r->envc; i++) putenv(r->env[i]);

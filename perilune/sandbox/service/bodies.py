@@ -29,7 +29,8 @@ class Body(BaseModel):
 
 
 class NetworkUpdate(Body):
-    """allow_out, deny_out: addresses and CIDR blocks. allow_internet_access: everything that is not private."""
+    """allow_out: addresses, CIDR blocks, host names and *.DOMAIN; deny_out: addresses and blocks.
+    allow_internet_access: everything that is not private."""
 
     allow_out: list[str] = []
     deny_out: list[str] = []
@@ -134,13 +135,14 @@ class Size(Body):
 
 
 class Exec(Body):
-    """A program to run. cmd: a shell command line, or a program and its arguments. stdin: text. interactive: more of
-    it comes by `.../input`. detach: no time limit, and nobody waits. stream: see docs/sandbox-service.md."""
+    """A program to run. cmd: a shell command line, or a program and its arguments; an empty list, or none, is the
+    program that the template is made for. cwd, user: the template's if they are empty. stdin: text. interactive: more
+    of it comes by `.../input`. detach: no time limit, and nobody waits. stream: see docs/sandbox-service.md."""
 
-    cmd: str | Annotated[list[str], Field(min_length=1)]
+    cmd: str | list[str] = []
     env: dict[str, str] = {}
-    cwd: str = "/"
-    user: str = "root"
+    cwd: str = ""
+    user: str = ""
     stdin: str | None = None
     timeout: Seconds = 60.0
     max_output: int | None = Field(default=None, ge=0)

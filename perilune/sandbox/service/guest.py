@@ -225,7 +225,7 @@ async def download(ctx: Ctx, sandbox_id: str, path: Path) -> Response:
     try:
         data = await ctx.manager.read(sandbox_id, archive, ctx.config.max_file)
     finally:
-        await ctx.manager.run(sandbox_id, Command(["rm", "-f", archive]))
+        await ctx.manager.run(sandbox_id, Command(["rm", "-f", archive], user="root"))
     return Response(data, media_type="application/x-tar")
 
 
@@ -242,7 +242,7 @@ async def upload(ctx: Ctx, sandbox_id: str, request: Request, path: Path) -> Non
 
 async def shell(ctx: Context, box: str, script: str) -> str:
     """What a shell command prints; `GuestError` with what it said if it failed."""
-    result = await ctx.manager.run(box, Command(script, timeout_s=ARCHIVE_S))
+    result = await ctx.manager.run(box, Command(script, user="root", timeout_s=ARCHIVE_S))
     if result.exit_code:
         raise GuestError(result.stderr.decode(errors="replace").strip()[-300:] or f"exit code {result.exit_code}")
     return result.text

@@ -38,7 +38,7 @@ _HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"
 
 def tunnel(port: int) -> Command:
     """The program in the guest that joins its stdin and stdout to a port."""
-    return Command(["/bin/sh", "-c", _TUNNEL, "tunnel", str(port), _RELAY], interactive=True, detach=True)
+    return Command(["/bin/sh", "-c", _TUNNEL, "tunnel", str(port), _RELAY], user="root", interactive=True, detach=True)
 
 
 async def answer(ctx: Context, box: str, port: int, request: Request) -> Response:
