@@ -203,7 +203,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    models = list(dict.fromkeys(row["model"] for row in result["step"]))
+    known = [row for row in result["step"] if "exposed" in row]
+    models = [name for name in ("mini", "slice") if sum(row["model"] == name for row in known) > 1]
     figure, panels = pyplot.subplots(1, 1 + len(models), figsize=(4.5 * (1 + len(models)), 3.8))
     for name, label in (("one", "T on one GPU"), ("weak", "T on each GPU"), ("strong", "T over all GPUs")):
         rows = [row for row in result["kcp"]["layers"] if f"{name} both" in row]
@@ -212,7 +213,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
     panels[0].set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="ms", title="KDA layer, forward and backward")
     panels[0].legend()
     for panel, model in zip(panels[1:], models, strict=True):
-        bars(panel, [row for row in result["step"] if row["model"] == model and "exposed" in row])
+        bars(panel, [row for row in known if row["model"] == model])
         panel.set(xlabel="us a token", title=f"Training step of {model}")
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
@@ -230,4 +231,4 @@ def bars(panel: Any, rows: list[dict[str, Any]]) -> None:
         panel.barh([row["layout"] for row in rows], widths, left=start, label=label)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     panel.invert_yaxis()
-    panel.legend()
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
