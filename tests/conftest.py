@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import sys
+from collections.abc import Iterator
 
 # Before torch starts its threads: tests run one process a core, and sums keep one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +32,16 @@ def fixed_seed() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A process group that a test leaves behind would make later tests of its process wait for ranks that are gone."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("a test of this module left a process group of torch.distributed behind")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -77,11 +77,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_rank_killed_in_traffic_is_told_to_all_who_run_and_wait(folder: Path) -> None:
+    others = children(os.getpid())
     llm = LLM(folder, CONFIG, ranks=2, device="cpu")
-    workers = children(os.getpid())
-    assert len(workers) == 1
+    workers = children(os.getpid()) - others
 
     async def main() -> None:
+        assert len(workers) == 1
         engine = AsyncLLM(llm)
         long = Params(max_tokens=2000, temperature=0)
         streams = [engine.stream(prompt(20 + i, i), long) for i in range(5)]  # two run, three wait
@@ -104,16 +105,19 @@ def test_a_rank_killed_in_traffic_is_told_to_all_who_run_and_wait(folder: Path) 
             await engine.generate(prompt(5, 9), long)
         await asyncio.wait_for(engine.drain(), TOLD)
 
-    asyncio.run(main())
-    llm.close()
+    try:
+        asyncio.run(main())
+    finally:
+        llm.close()
     assert ended(workers)
     assert not torch.distributed.is_initialized()
 
 
 def test_a_lead_that_breaks_off_alone_is_out_of_step_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits in a collective that never comes; nothing may go on from there."""
+    others = children(os.getpid())
     llm = LLM(folder, CONFIG, ranks=2, device="cpu")
-    workers = children(os.getpid())
+    workers = children(os.getpid()) - others
     try:
         llm.generate([prompt(20, 0)], max_tokens=2)
 
@@ -135,6 +139,8 @@ def test_a_lead_that_breaks_off_alone_is_out_of_step_and_says_so(folder: Path, m
 
 
 def test_a_replica_whose_rank_is_killed_ends_and_the_other_goes_on(folder: Path) -> None:
+    others = children(os.getpid())
+
     async def main() -> None:
         llm = Replicas(folder, CONFIG, 2, ranks=2, device="cpu")
         mine = llm._processes[0].pid
@@ -153,7 +159,7 @@ def test_a_replica_whose_rank_is_killed_ends_and_the_other_goes_on(folder: Path)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(main(), 100))
-    assert soon(lambda: not children(os.getpid()), GONE)
+    assert soon(lambda: ended(children(os.getpid()) - others), GONE)
 
 
 @pytest.fixture
