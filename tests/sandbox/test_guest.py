@@ -28,6 +28,7 @@ from perilune.sandbox import (
 )
 from perilune.sandbox.driver import Step
 from perilune.sandbox.gates import Gates
+from perilune.sandbox.packages import require
 from perilune.sandbox.qemu import QemuDriver
 from tests.sandbox.worlds import run
 
@@ -133,7 +134,7 @@ def small(place: Path) -> Iterator[Path]:
     image, path = place / "small.ext4", place / "small"
     image.touch()
     os.truncate(image, 1 << 30)
-    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-m", "0", image], check=True)
+    subprocess.run([require("mke2fs"), "-q", "-t", "ext4", "-m", "0", image], check=True)
     path.mkdir(mode=0o711)
     mounted = subprocess.run(["mount", "-o", "loop", image, path], capture_output=True, text=True, check=False)
     if mounted.returncode:
