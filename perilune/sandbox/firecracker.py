@@ -39,6 +39,7 @@ AGENT_PORT = 5000
 _OVERHEAD = 256 << 20
 _CONNECT_S = 0.05
 _TRY_S = 2.0  # a request that a reset has met is never answered
+_ANSWER_S = 0.2  # the first wait for the agent's answer; each further one is twice as long
 KERNEL_LINE = "console=ttyS0 reboot=k panic=-1 quiet 8250.nr_uarts=1 tsc=reliable random.trust_cpu=on"
 
 
@@ -188,20 +189,26 @@ class FirecrackerDriver(VmDriver[_Vm]):
         return vm
 
     async def _connect(self, vm: _Vm, timeout_s: float, new: bool, clean: bool) -> None:
-        """Reach the agent through the vsock; a connection right after a restore is reset, and made again."""
+        """Reach the agent through the vsock; a connection that the reset after a snapshot meets is made again.
+
+        The guest may accept one and read its first bytes before it hears of the reset; then nobody answers.
+        """
+        answer_s = _ANSWER_S
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     connection = await _vsock(vm.directory / "v.sock")
                     if connection is not None:
-                        break
+                        await vm.agent.attach(connection, fresh=True)
+                        with contextlib.suppress(Terminal):
+                            return await vm.agent.hello(answer_s, new=new, clean=clean)
+                        await vm.agent.detach()
+                        answer_s *= 2
                     if vm.process.gone.is_set():
                         raise vm.gone()
                     await asyncio.sleep(_CONNECT_S)
         except TimeoutError:
             raise Terminal(f"box {vm.box!r}: no answer from its guest within {timeout_s:g} s") from None
-        await vm.agent.attach(connection, fresh=True)
-        await vm.agent.hello(timeout_s, new=new, clean=clean)
 
     # Captures
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from perilune.sandbox import Assets, Network, SandboxError, Terminal, Unavailable
+from perilune.sandbox.agent import Agent
 from perilune.sandbox.driver import Image
-from perilune.sandbox.firecracker import FirecrackerDriver, boot_requests, load_request
+from perilune.sandbox.firecracker import FirecrackerDriver, _Vm, boot_requests, load_request
 from perilune.sandbox.firecracker_api import Api, find_binary
 from perilune.sandbox.spawn import Spawned
+from perilune.sandbox.wire import Frame, Parser, frame
 from tests.sandbox.worlds import run
 
 
@@ -78,6 +82,47 @@ def test_the_driver_without_a_guest(firecracker: Path, qemu_assets: Assets, plac
         with pytest.raises(Unavailable, match="no networks"):
             await driver.start("box", machine, place / "third", Network(allow=("1.1.1.1",)))
         assert children() <= before
+
+    run(test())
+
+
+def test_connections_that_a_reset_meets_are_made_again(fake_root: Assets, place: Path) -> None:
+    """One is closed before it is accepted, one accepted and never heard of again, one ended after its first bytes."""
+    directory = place / "box"
+    directory.mkdir()
+    seen: list[bytes] = []
+
+    async def guest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(seen)
+        seen.append(await reader.readline())
+        if number > 0:
+            writer.write(b"OK 1073741824\n")
+            kind, stream, body = next(iter(Parser().feed(await reader.readexactly(36))))
+            assert (kind, stream) == (Frame.HELLO, 0)
+            if number == 1:
+                await reader.read()  # until the host gives up
+            if number == 3:
+                writer.write(frame(Frame.HELLO, 0, body))
+                await reader.read()
+        writer.close()
+
+    async def test() -> None:
+        driver = FirecrackerDriver(fake_root.confine, Path(sys.executable))
+        machine = fake_root.machine(fake_root.template("busybox"))
+        process = Spawned(["/bin/sleep", "60"], place / "log", ())
+        agent = Agent("box")
+        vm = _Vm("box", 1, machine, directory, process, agent, Api(directory / "api.sock"), 0)
+        try:
+            with pytest.raises(Terminal, match=r"within 0\.3 s"):  # nobody is there yet
+                await driver._connect(vm, 0.3, new=False, clean=True)
+            async with await asyncio.start_unix_server(guest, directory / "v.sock"):
+                started = time.monotonic()
+                await driver._connect(vm, 20.0, new=False, clean=True)
+                assert seen == [b"CONNECT 5000\n"] * 4
+                assert time.monotonic() - started < 10
+                await agent.detach()
+        finally:
+            await process.kill()
 
     run(test())
 
