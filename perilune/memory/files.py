@@ -10,7 +10,6 @@ import fcntl
 import os
 import tempfile
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ class FileStore:
         """Raises Error for a folder that does not exist."""
         if not folder.is_dir():
             raise Error(f"memory.nvme is {str(folder)!r}; must be a folder that exists")
-        self.folder, self.pending, self.held, self.moved, self.waited = folder, pending, 0, 0, 0.0
+        self.folder, self.pending, self.held, self.moved = folder, pending, 0, 0
         self._pool = ThreadPoolExecutor(threads, "perilune-nvme")
         self._lock = threading.Lock()
         self._failed: OSError | None = None
@@ -79,9 +78,7 @@ class FileStore:
     def get(self, ticket: _File) -> torch.Tensor:
         self.prefetch(ticket)
         assert ticket.read is not None
-        begin = time.perf_counter()
         host = ticket.read.result()
-        self.waited += time.perf_counter() - begin
         self._check()
         ticket.read = None
         self.moved += ticket.size

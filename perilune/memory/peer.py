@@ -9,7 +9,6 @@ back, and the lender does nothing at all.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,8 +86,6 @@ class PeerStore:
     def __init__(self, rooms: Sequence[Room], in_flight: int = 1 << 28) -> None:
         self.rooms, self.in_flight = list(rooms), in_flight
         self.held, self.moved, self.most = 0, 0, 0
-        self._waited = 0.0
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         self._arenas = [Arena(room.size) for room in rooms]
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
@@ -127,17 +124,12 @@ class PeerStore:
         self.prefetch(ticket)
         assert ticket.back is not None
         (flat, copy), ticket.back = ticket.back, None
-        begin = time.perf_counter()
-        marks = self._mark(ticket.device)
         with self._named(ticket.room):
             copy.wait()
-        self._waited += time.perf_counter() - begin
         stream = ticket.leaving.stream
         if stream is None or stream == torch.cuda.current_stream(ticket.device):
             # The way back is behind the way out.
             self._free(ticket.leaving)
-        if marks is not None and self._waits is not None:
-            self._waits.append((marks, torch.cuda.current_stream(ticket.device).record_event(_timed())))
         return flat
 
     def drop(self, ticket: _Ticket) -> None:
@@ -149,25 +141,6 @@ class PeerStore:
             ticket.back = None
         self.held -= ticket.bytes
         self._arenas[ticket.room].give(ticket.offset, ticket.bytes)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that the host, and since `watch` the computing stream, has stood still; waits for the device."""
-        waits, self._waits = self._waits, None if self._waits is None else []
-        for begin, end in waits or ():
-            end.synchronize()
-            self._waited += begin.elapsed_time(end) / 1e3
-        return self._waited
-
-    def watch(self) -> None:
-        """From now on the computing stream's waits are timed, by two events each."""
-        self._waits = []
-
-    def _mark(self, device: torch.device) -> torch.cuda.Event | None:
-        if self._waits is None or device.type != "cuda":
-            return None
-        mark: torch.cuda.Event = torch.cuda.current_stream(device).record_event(_timed())
-        return mark
 
     def close(self) -> None:
         """End the rooms' use, also of those whose lender is gone; for the end of a run."""
@@ -255,10 +228,6 @@ class _Event:
 
     def finish(self) -> None:
         self._event.synchronize()
-
-
-def _timed() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

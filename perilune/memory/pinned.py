@@ -51,8 +51,7 @@ class PinnedStore:
 
     def __init__(self, device: torch.device, limit: int = 0, in_flight: int = 1 << 30) -> None:
         self.device, self.limit, self.in_flight = device, limit, in_flight
-        # The host never waits, so `waited` stays 0 (`memory.waits` times the computing stream).
-        self.held, self.pinned, self.moved, self.waited = 0, 0, 0, 0.0
+        self.held, self.pinned, self.moved = 0, 0, 0
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[_Pinned]] = {}
         self._leaving: deque[_Ticket] = deque()

@@ -22,10 +22,6 @@ class Store(Protocol):
     held: int
     moved: int
 
-    @property
-    def waited(self) -> float:
-        """Seconds that computation has stood still for what `get` gives."""
-
     def put(self, flat: torch.Tensor) -> Any:
         """Begin to take a flat tensor in; its ticket. Raises Error where there is no room."""
 
@@ -44,7 +40,7 @@ class MemoryStore:
 
     def __init__(self, limit: int = 0) -> None:
         """limit: bytes; 0: no limit."""
-        self.limit, self.held, self.moved, self.waited = limit, 0, 0, 0.0
+        self.limit, self.held, self.moved = limit, 0, 0
 
     def put(self, flat: torch.Tensor) -> torch.Tensor:
         check_room("memory.host_bytes", self.limit, self.held, flat.nbytes)

@@ -11,12 +11,14 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from perilune.memory import pinned
+from perilune.memory.stores import Store
 
 
 class Event:
@@ -109,12 +111,42 @@ class SlowDevice:
         assert not any(stream.queue for stream in self.streams)
 
 
+def use(device: SlowDevice, store: Store, steps: int) -> list[torch.Tensor]:
+    """What the computing stream reads of tensors that it makes late, puts, lets go of and gets back in reverse."""
+    read: list[torch.Tensor] = []
+    for step in range(steps):
+        tickets: list[Any] = []
+        for i in range(6):
+            x = device.own(torch.full((4,), 77.0))
+            device.main.do(partial(x.detach().fill_, 10 * step + i))
+            tickets.append(store.put(x))
+            del x
+            device.reuse()
+            device.run_some()
+        for i, ticket in reversed(list(enumerate(tickets))):
+            if i:
+                store.prefetch(tickets[i - 1])
+            if i == 3:
+                # Never read: what was fetched ahead is given up.
+                store.drop(ticket)
+                device.reuse()
+                continue
+            back, seen = store.get(ticket), torch.empty(4)
+            read.append(seen)
+            device.main.do(partial(seen.copy_, back.detach()))
+            del back
+            store.drop(ticket)
+            device.reuse()
+            device.run_some()
+    return read
+
+
 class LateStore:
     """A store for tensors of the CPU that copies as late as it may, and poisons room that was given up."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.held, self.moved, self.waited = 0, 0, 0.0
+        self.held, self.moved = 0, 0
         self._late: list[dict[str, Any]] = []
 
     def put(self, flat: torch.Tensor) -> dict[str, Any]:

@@ -6,19 +6,16 @@ import itertools
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from memory_models import World
-from slow_device import SlowDevice
+from slow_device import SlowDevice, use
 
 from perilune import Error
 from perilune.memory import Memory, Plan, nixl, peer
@@ -28,7 +25,7 @@ from perilune.memory.peer import MappedRoom, PeerStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
-from test_expert_training import _enter, spawn
+from test_expert_training import spawn
 
 CPU = torch.device("cpu")
 
@@ -222,27 +219,6 @@ def lose(rank: int, when: str, transport: Transport) -> str:
         return f"{time.monotonic() - begin:.1f} {error}"
 
 
-def first_answer(work: Any, ranks: int, *args: Any) -> Any:
-    """As `spawn`, of the first rank that answers; the others are ended."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=_enter, args=(work, rank, ranks, port, args, results), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return results.get(timeout=80)[1]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(5)
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("when", "transport"),
@@ -257,39 +233,10 @@ def test_a_lender_that_dies_is_named(when: str, transport: Transport) -> None:
     """Dead before it is asked, while it is asked, and one that is there but does not answer."""
     if transport == "nixl" and not nixl.installed():
         pytest.skip("needs nixl-cu12")
-    seconds, message = first_answer(lose, 2, when, transport).split(" ", 1)
+    seconds, message = spawn(lose, 2, when, transport, limit=80, answers=1)[0].split(" ", 1)
     assert float(seconds) < 15
     assert message.startswith("peer memory: rank 1, which holds ")
     assert "of this rank's activations, does not answer: " in message
-
-
-def use(device: SlowDevice, store: PeerStore, steps: int) -> list[torch.Tensor]:
-    """As in test_races: what the computing stream reads of tensors that it makes late and gets back in reverse."""
-    read: list[torch.Tensor] = []
-    for step in range(steps):
-        tickets: list[Any] = []
-        for i in range(6):
-            x = device.own(torch.full((4,), 77.0))
-            device.main.do(partial(x.detach().fill_, 10 * step + i))
-            tickets.append(store.put(x))
-            del x
-            device.reuse()
-            device.run_some()
-        for i, ticket in reversed(list(enumerate(tickets))):
-            if i:
-                store.prefetch(tickets[i - 1])
-            if i == 3:
-                store.drop(ticket)
-                device.reuse()
-                continue
-            back, seen = store.get(ticket), torch.empty(4)
-            read.append(seen)
-            device.main.do(partial(seen.copy_, back.detach()))
-            del back
-            store.drop(ticket)
-            device.reuse()
-            device.run_some()
-    return read
 
 
 def slow_store(device: SlowDevice, patch: pytest.MonkeyPatch, seed: int) -> PeerStore:

@@ -243,12 +243,10 @@ def lose(rank: int, values: dict[str, Any]) -> str:
 
 @pytest.mark.timeout(120)
 def test_a_lender_that_dies_in_a_step_leaves_the_last_checkpoint(root: Path) -> None:
-    from test_peer import first_answer
-
     from perilune.train import Trainer
 
     values = values_of(root, "killed", {"pp": 2, "timeout": 10.0}, {"plan": "peer.toml"})
-    message = first_answer(lose, 2, values)
+    (message,) = spawn(lose, 2, values, limit=80, answers=1)
     assert "Error: " in message
     assert [path.name for path in list_checkpoints(root / "killed" / "steps")] == ["step-00000002"]
     alone = values | {"parallel": {}, "memory": {}}

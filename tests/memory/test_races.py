@@ -5,47 +5,16 @@ Numbers in the comments are those of the public reports this kind of mistake is 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from memory_models import CPU, World
-from slow_device import LateStore, SlowDevice
+from slow_device import LateStore, SlowDevice, use
 
 from perilune import Error
 from perilune.memory import Memory, Plan
 from perilune.memory.pinned import PinnedStore
-
-
-def use(device: SlowDevice, store: PinnedStore, steps: int) -> list[torch.Tensor]:
-    """What the computing stream reads of tensors that it makes late, puts, lets go of and gets back in reverse."""
-    read: list[torch.Tensor] = []
-    for step in range(steps):
-        tickets: list[Any] = []
-        for i in range(6):
-            x = device.own(torch.full((4,), 77.0))
-            device.main.do(partial(x.detach().fill_, 10 * step + i))
-            tickets.append(store.put(x))
-            del x
-            device.reuse()
-            device.run_some()
-        for i, ticket in reversed(list(enumerate(tickets))):
-            if i:
-                store.prefetch(tickets[i - 1])
-            if i == 3:
-                # Never read: what was fetched ahead is given up.
-                store.drop(ticket)
-                device.reuse()
-                continue
-            back, seen = store.get(ticket), torch.empty(4)
-            read.append(seen)
-            device.main.do(partial(seen.copy_, back.detach()))
-            del back
-            store.drop(ticket)
-            device.reuse()
-            device.run_some()
-    return read
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -64,8 +64,11 @@ def prepare(root: Path) -> None:
     train_bpe([invented_text(i) for i in range(4)], VOCAB).save(root / "tokenizer")
 
 
-def spawn(work: Any, ranks: int, *args: Any, limit: float = 100) -> list[Any]:
-    """work(rank, *args) in `ranks` processes started as torchrun would -> what each returned, or its traceback."""
+def spawn(work: Any, ranks: int, *args: Any, limit: float = 100, answers: int | None = None) -> list[Any]:
+    """work(rank, *args) in `ranks` processes started as torchrun would -> what each returned, or its traceback.
+
+    answers: of so many ranks, the first to give one; the others are ended.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -79,14 +82,15 @@ def spawn(work: Any, ranks: int, *args: Any, limit: float = 100) -> list[Any]:
         process.start()
     got = {}
     try:
-        for _ in range(ranks):
+        for _ in range(answers or ranks):
             rank, result = results.get(timeout=limit)
             got[rank] = result
     finally:
         for process in processes:
-            process.join(5)
+            if answers is None:
+                process.join(5)
             process.kill()
-    return [got[rank] for rank in range(ranks)]
+    return [got[rank] for rank in sorted(got)]
 
 
 def _enter(work: Any, rank: int, ranks: int, port: int, args: tuple[Any, ...], results: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -150,3 +151,13 @@ def prompt(length: int, seed: int, vocabulary: int = 64) -> list[int]:
 
 
 __all__ = ["GREEDY", "alone", "join", "make", "prompt", "run", "serve", "small_model", "tiny_model", "with_graphs"]
+
+
+def soon(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether it becomes true within so many seconds."""
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from engines import prompt, small_model
+from engines import prompt, small_model, soon
 from serving import chat_model, tiny_tokenizer
 
 from perilune.model import save
@@ -57,15 +57,6 @@ def ended(pids: set[int]) -> bool:
                 return False
         except OSError:
             continue
-    return True
-
-
-def soon(what: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
     return True
 
 

@@ -12,13 +12,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from engines import soon
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -33,15 +32,6 @@ from perilune.serve.server.run import _listening, running
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 8000, "ignore_eos": True}
-
-
-def soon(what: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
