@@ -90,6 +90,7 @@ def spawn(work: Any, ranks: int, *args: Any, limit: float = 100, answers: int | 
             if answers is None:
                 process.join(5)
             process.kill()
+            process.join(5)
     return [got[rank] for rank in sorted(got)]
 
 
