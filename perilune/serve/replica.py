@@ -25,6 +25,7 @@ class Replica:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: list[tuple[str, int, Any]] = []
         self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()  # of who sends: messages keep their order, and none is cut by the end
 
     async def run(self) -> None:
         commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
@@ -82,8 +83,7 @@ class Replica:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            messages, self._waiting = self._waiting, []
-            await asyncio.to_thread(self._send, messages)
+            await self._flushed()
 
     def _send(self, messages: list[tuple[str, int, Any]]) -> None:
         try:
@@ -99,9 +99,11 @@ class Replica:
                     self.pipe.send([(kind, id, (None, reason) if kind == "result" else reason)])
 
     async def _flushed(self) -> None:
-        while self._waiting:
-            messages, self._waiting = self._waiting, []
-            await asyncio.to_thread(self._send, messages)
+        """All that was said has been sent, what another is sending too."""
+        async with self._turn:
+            while self._waiting:
+                messages, self._waiting = self._waiting, []
+                await asyncio.to_thread(self._send, messages)
 
 
 def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, commands: asyncio.Queue[tuple[Any, ...]]) -> None:
