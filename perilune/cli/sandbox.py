@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import tyro
 
@@ -184,7 +185,7 @@ class Fork(Remote):
 
     def run(self) -> None:
         body = {"count": self.count} | _named(self.label, self.barrier)
-        results = self.client().call("POST", f"/sandboxes/{self.box}/fork", body)
+        results = self.client().call("POST", f"/sandboxes/{quote(self.box, safe='')}/fork", body)
         for result in results:
             if "sandbox" in result:
                 print(result["sandbox"]["sandboxID"])
@@ -206,7 +207,7 @@ class Snapshot(Remote):
 
     def run(self) -> None:
         body = _named(self.label, self.barrier)
-        print(self.client().call("POST", f"/sandboxes/{self.box}/snapshots", body)["snapshotID"])
+        print(self.client().call("POST", f"/sandboxes/{quote(self.box, safe='')}/snapshots", body)["snapshotID"])
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ def _each(client: Client, method: str, verb: str, boxes: Sequence[str], place: s
     errors = []
     for box in boxes:
         try:
-            client.call(method, f"{place}/{box}{verb}", {} if method == "POST" else None)
+            client.call(method, f"{place}/{quote(box, safe='')}{verb}", {} if method == "POST" else None)
         except Error as error:
             errors.append(error)
     if errors:

@@ -13,6 +13,7 @@ import tty
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
+from urllib.parse import quote
 
 from perilune.errors import Error
 from perilune.sandbox.errors import SandboxError
@@ -26,7 +27,7 @@ def run_program(client: Client, box: str, body: Mapping[str, Any], terminal: boo
     fields = {**body, "stream": True, "interactive": True}
     if terminal:
         fields |= {"pty": _size(), "env": {"TERM": os.environ.get("TERM", "xterm")}}
-    path = f"/sandboxes/{box}/exec"
+    path = f"/sandboxes/{quote(box, safe='')}/exec"
     events = client.stream("POST", path, fields)
     pid = next(events)["pid"]
     threading.Thread(target=_feed, args=(client, f"{path}/{pid}/input"), daemon=True).start()

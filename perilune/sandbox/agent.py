@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import struct
@@ -29,7 +30,7 @@ class Agent(asyncio.Protocol):
         self._parser = Parser()
         self._streams: dict[int, Stream] = {}
         self._next = 1
-        self._pongs: asyncio.Queue[int] = asyncio.Queue()
+        self._pong: tuple[int, asyncio.Future[int]] | None = None
         self._ping = asyncio.Lock()
         self._hello: tuple[bytes, asyncio.Future[None]] | None = None
         self._held: list[bytes] | None = None
@@ -67,7 +68,8 @@ class Agent(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for kind, number, body in self._parser.feed(data):
-            self._handle(kind, number, body)
+            with contextlib.suppress(struct.error):  # a body of another length than its type has: a guest's lie
+                self._handle(kind, number, body)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -110,12 +112,14 @@ class Agent(asyncio.Protocol):
 
     async def _ask_pong(self, flag: int, hold: bool = False) -> int:
         async with self._ping:
-            while not self._pongs.empty():
-                self._pongs.get_nowait()
-            self.send(Frame.PING, 0, _U32.pack(flag))
+            # By its number: a late answer to an earlier one says nothing of what was sent since.
+            number, self._next = self._next, self._next + 1
+            answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self._pong = number, answered
+            self.send(Frame.PING, number, _U32.pack(flag))
             if hold:
                 self._held = []
-            return await self._pongs.get()
+            return await answered
 
     def release(self) -> None:
         """Send what was held back."""
@@ -143,7 +147,8 @@ class Agent(asyncio.Protocol):
                 self._hello[1].set_result(None)
             return
         if kind == Frame.PONG:
-            self._pongs.put_nowait(_U32.unpack(body)[0])
+            if self._pong is not None and number == self._pong[0] and not self._pong[1].done():
+                self._pong[1].set_result(_U32.unpack(body)[0])
             return
         stream = self._streams.get(number)
         if stream is None:
@@ -190,9 +195,14 @@ class Agent(asyncio.Protocol):
         except GuestError as error:
             self.forget(process.number)
             raise GuestError(f"{argv[0]}: {error} (cwd {cwd}, user {user})") from None
-        except TimeoutError:
+        except BaseException as error:
+            # Nobody will know it: if it starts after all, it ends.
+            self.send(Frame.DISCARD, process.number, _U32.pack(3))
+            self.send(Frame.KILL, process.number, _U32.pack(9))
             self.forget(process.number)
-            raise GuestError(f"{argv[0]}: the guest did not start it within {command.timeout_s:g} s") from None
+            if isinstance(error, TimeoutError):
+                raise GuestError(f"{argv[0]}: the guest did not start it within {command.timeout_s:g} s") from None
+            raise
         process.begin()
         if command.stdin is not None:
             feeding = asyncio.create_task(_feed_all(process, command))
@@ -214,10 +224,10 @@ class Agent(asyncio.Protocol):
 
     async def read(self, path: str, limit: int) -> bytes:
         """A file's bytes; `GuestError` if it is not there, not a file, or larger than `limit`."""
-        stream = FileStream(self._number(), self)
+        stream = FileStream(self._number(), self, limit)
         self._streams[stream.number] = stream
-        self.send(Frame.READ, stream.number, struct.pack("<Q", limit) + path.encode())
         try:
+            self.send(Frame.READ, stream.number, struct.pack("<Q", limit) + path.encode())
             code = await stream.ended
         finally:
             self.forget(stream.number)

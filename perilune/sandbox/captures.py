@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from perilune.sandbox.creation import check_count
 from perilune.sandbox.driver import Capture
 from perilune.sandbox.errors import Recoverable, SandboxError, Terminal
 from perilune.sandbox.machines import Running
@@ -26,10 +27,12 @@ RECYCLE = 64
 async def checkpoint(manager: Manager, box: str, label: str | None = None, barrier: str | None = None) -> Snapshot:
     """Save the sandbox while it runs on. Without any use since the last snapshot that one is returned."""
 
-    async def work(record: Record) -> Snapshot:
+    async def work(record: Record) -> Snapshot | None:
         running = manager.machines.running[box]
         touched = running.touched
-        if touched == running.captured and await manager.driver.idle(running.handle):
+        # A program that runs now may change things after the capture, and end unseen.
+        idle = await manager.driver.idle(running.handle)
+        if idle and touched == running.captured:
             return await _named(manager, record, running.snapshot, State.RUNNING, label, barrier)
         with manager.layers.staged(f"checkpoint-{box}") as staging:
             capture = await manager.driver.checkpoint(running.handle, staging)
@@ -39,7 +42,7 @@ async def checkpoint(manager: Manager, box: str, label: str | None = None, barri
                 snapshot = await manager.machines.commit(
                     record, running, capture, staging, after, label=label, barrier=barrier
                 )
-        running.captured = touched
+        running.captured = touched if idle else -1
         if running.taken >= RECYCLE:
             await _recycle(manager, record, running)
         return snapshot
@@ -49,10 +52,8 @@ async def checkpoint(manager: Manager, box: str, label: str | None = None, barri
         paused = manager.store.snapshot(str(record.snapshot))
         return await _named(manager, record, paused, State.PAUSED, label, barrier)
 
-    def standing() -> Snapshot:
-        return manager.store.snapshot(str(manager.store.get(box).snapshot))
-
-    return await manager.transitions.ask(box, Request.CHECKPOINT, work, standing)
+    taken = await manager.transitions.ask(box, Request.CHECKPOINT, work, lambda: None)
+    return taken if taken is not None else await checkpoint(manager, box, label, barrier)  # it was paused meanwhile
 
 
 async def _recycle(manager: Manager, record: Record, running: Running) -> None:
@@ -62,8 +63,14 @@ async def _recycle(manager: Manager, record: Record, running: Running) -> None:
 
         async def commit(capture: Capture) -> None:
             await manager.machines.commit(record, running, capture, staging, State.SNAPSHOTTING, keep=False)
+            # From here on whoever wants the guest waits for the new process.
+            manager.machines.running.pop(box)
 
-        await manager.driver.pause(running.handle, staging, commit)
+        try:
+            await manager.driver.pause(running.handle, staging, commit)
+        except BaseException:
+            manager.machines.running[box] = running
+            raise
     snapshot, machine = running.snapshot, running.machine
     try:
         again = await manager.machines.start(box, snapshot, machine, network_of(record), continues=True)
@@ -118,19 +125,20 @@ async def _children(manager: Manager, parent: Record, snapshot: Snapshot, count:
     machine = manager.machines.machine(parent.spec)
     results: list[Record | SandboxError] = []
     records = []
+    timeout_s = parent.spec.get("timeout_s")
+    expires = None if timeout_s is None else time.time() + timeout_s
+    metadata = {**parent.metadata, "parent": parent.id}
     for _ in range(count):
         child = secrets.token_hex(8)
         try:
+            check_count(manager)
             manager.admission.admit(child, machine.memory_mib)
+            records.append(
+                manager.store.insert(child, parent.template, parent.spec, metadata, parent.owner, expires, snapshot.id)
+            )
         except SandboxError as error:
+            manager.admission.release(child)
             results.append(error)
-            continue
-        timeout_s = parent.spec.get("timeout_s")
-        expires = None if timeout_s is None else time.time() + timeout_s
-        metadata = {**parent.metadata, "parent": parent.id}
-        records.append(
-            manager.store.insert(child, parent.template, parent.spec, metadata, parent.owner, expires, snapshot.id)
-        )
     if not records:
         return results
     boxes = [record.id for record in records]
@@ -139,16 +147,24 @@ async def _children(manager: Manager, parent: Record, snapshot: Snapshot, count:
         started = await manager.machines.start_many(boxes, snapshot, machine, network_of(parent))
     except BaseException as error:
         for child in boxes:
-            await manager.end(child, f"fork failed: {error}")
+            await _drop(manager, child, f"fork failed: {error}")
         raise
     for child, result in zip(boxes, started, strict=True):
-        if isinstance(result, SandboxError):
-            await manager.end(child, str(result))
-            results.append(result)
-        else:
+        try:
+            if isinstance(result, SandboxError):
+                raise result
             results.append(manager.store.move(manager.store.get(child), State.RUNNING))
             manager.watch(result)
+        except SandboxError as error:
+            await _drop(manager, child, str(error))
+            results.append(error)
     return results
+
+
+async def _drop(manager: Manager, child: str, reason: str) -> None:
+    """A copy that could not be made leaves nothing: nobody has its name."""
+    await manager.end(child, reason)
+    manager.store.delete(child)
 
 
 @contextlib.contextmanager

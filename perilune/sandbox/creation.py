@@ -21,18 +21,25 @@ if TYPE_CHECKING:
 async def create(manager: Manager, options: Options) -> Record:
     """A new sandbox that runs and answers."""
     started = time.perf_counter()
-    if manager.store.count() >= manager.limits.boxes:
-        raise Exhausted(f"{manager.limits.boxes} sandboxes exist already; kill some, or raise limits.boxes")
+    check_count(manager)  # before a template is booted for nothing
     spec, snapshot = await _plan(manager, options)
+    check_count(manager)
     machine = manager.machines.machine(spec)
     pooled = None if options.snapshot or options.network != Network() else manager.pool.take(snapshot.id)
     box = pooled.handle.box if pooled else secrets.token_hex(8)
     manager.admission.admit(box, machine.memory_mib)
     expires = None if options.timeout_s is None else time.time() + options.timeout_s
     begun = snapshot.id if options.snapshot else None
-    record = manager.store.insert(
-        box, spec["template"], spec, options.metadata, options.owner, expires=expires, snapshot=begun
-    )
+    try:
+        record = manager.store.insert(
+            box, spec["template"], spec, options.metadata, options.owner, expires=expires, snapshot=begun
+        )
+    except BaseException:
+        if pooled is not None:
+            manager.pool.put_back(pooled)
+        else:
+            manager.admission.release(box)
+        raise
 
     async def work(record: Record) -> Record:
         running = await _from_pool(manager, pooled) if pooled else None
@@ -42,10 +49,20 @@ async def create(manager: Manager, options: Options) -> Record:
         manager.watch(running)
         return moved
 
-    record = await manager.transitions.begin("create", record, State.ENDED, work)
+    try:
+        record = await manager.transitions.begin("create", record, State.ENDED, work)
+    except Exception:
+        manager.store.delete(box)  # nobody has its name
+        raise
     manager.spawn(manager.pool.fill(spec["template"], snapshot, machine))
     manager.transitions.emit("created", box, started)
     return record
+
+
+def check_count(manager: Manager) -> None:
+    """Raise `Exhausted` if there is no place for one sandbox more."""
+    if manager.store.count() >= manager.limits.boxes:
+        raise Exhausted(f"{manager.limits.boxes} sandboxes exist already; kill some, or raise limits.boxes")
 
 
 async def _from_pool(manager: Manager, pooled: Running) -> Running | None:
@@ -84,4 +101,4 @@ async def _plan(manager: Manager, options: Options) -> tuple[dict[str, Any], Sna
     return spec | lifetime(options), await manager.machines.golden(template.name, manager.machines.machine(spec))
 
 
-__all__ = ["create"]
+__all__ = ["check_count", "create"]

@@ -16,10 +16,10 @@ from perilune.sandbox.driver import Command, Network
 from perilune.sandbox.errors import SandboxError
 from perilune.sandbox.firecracker_api import find_binary
 from perilune.sandbox.kernel import cache
-from perilune.sandbox.layers import reflinks
 from perilune.sandbox.network import why_not
 from perilune.sandbox.packages import QEMU_VERSION, find, qemu_version
 from perilune.sandbox.qemu import BINARY, QemuDriver
+from perilune.sandbox.sparse import reflinks
 
 # Real hardware boots the template in well under a second; a /dev/kvm that opens may still emulate every instruction.
 KVM_BOOT_S = 4.0

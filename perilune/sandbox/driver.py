@@ -1,7 +1,7 @@
 """What a driver is: the few verbs by which everything above it moves one virtual machine.
 
 A driver knows machines, images and files in a directory it is given. It knows no database, no names, no lifetimes:
-those are the manager's. All drivers pass one conformance suite (tests/sandbox/conformance.py).
+those are the manager's. All drivers pass one conformance suite (tests/sandbox/test_conformance.py).
 """
 
 from __future__ import annotations

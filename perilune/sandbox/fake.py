@@ -262,7 +262,9 @@ class FakeDriver:
         return Stats(pss=size, private=size, shared=0, dirty=size, disk=0, cpu_s=0.0)
 
     async def ended(self, handle: Handle) -> str:
-        vm = self._vm(handle)
+        vm = self.vms.get(handle.box)
+        if vm is None:
+            return "its machine is gone"
         await vm.gone.wait()
         return vm.why
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,18 +27,17 @@ from perilune.sandbox.driver import (
 )
 from perilune.sandbox.errors import SandboxError, Terminal, Unavailable
 from perilune.sandbox.firecracker_api import Api
-from perilune.sandbox.layers import copy_sparse
+from perilune.sandbox.firecracker_requests import boot_requests, load_request, vsock
 from perilune.sandbox.merge import Pages, places, write_pages
 from perilune.sandbox.pages import PAGE, lay_over, open_layer, write_layer
+from perilune.sandbox.plain import take_state
+from perilune.sandbox.sparse import copy_sparse
 from perilune.sandbox.spawn import FIRST_UID, Confinement, Spawned, confined, end_orphans, memory_of
 from perilune.sandbox.vm_driver import QUIESCE_S, REFRESH_S, RunningVm, VmDriver
 
-AGENT_PORT = 5000
 _OVERHEAD = 256 << 20
 _CONNECT_S = 0.05
-_TRY_S = 2.0  # a request that a reset has met is never answered
 _ANSWER_S = 0.2  # the first wait for the agent's answer; each further one is twice as long
-KERNEL_LINE = "console=ttyS0 reboot=k panic=-1 quiet 8250.nr_uarts=1 tsc=reliable random.trust_cpu=on"
 
 
 @dataclass
@@ -152,6 +149,26 @@ class FirecrackerDriver(VmDriver[_Vm]):
             raise Unavailable("the firecracker driver has no networks; use qemu")
         await self.version()
         slot = next(number for number in range(1 << 16) if number not in self._slots)
+        self._slots.add(slot)  # before anything is waited for: copies that are made at once have users of their own
+        try:
+            process = await self._launch(slot, machine, directory, image)
+        except BaseException as error:
+            self._slots.discard(slot)
+            if isinstance(error, OSError):
+                raise SandboxError(f"box {box!r} could not be started: {error}") from error
+            raise
+        self._generation += 1
+        vm = _Vm(box, self._generation, machine, directory, process, agent, Api(directory / "api.sock"), slot)
+        self._add(vm)
+        try:
+            await self.gate(Step.SPAWNED, box)
+            await vm.api.started(process.gone)
+        except BaseException as error:
+            await asyncio.shield(self._failed(vm, error, "started"))
+            raise
+        return vm
+
+    async def _launch(self, slot: int, machine: Machine, directory: Path, image: Image | None) -> Spawned:
         directory.mkdir(mode=0o700, exist_ok=True)
         # Paths of a snapshot are those of its machine: relative ones, in a directory of its own.
         disk = image.disks[-1] if image is not None and image.disks else machine.disk
@@ -175,18 +192,7 @@ class FirecrackerDriver(VmDriver[_Vm]):
             writable=(directory, Path("/dev/kvm")),
         )
         command = [str(self.binary), "--api-sock", "api.sock", "--id", "sandbox"]
-        process = Spawned(confined(self.confine, command, limits), directory / "log", (), cwd=directory)
-        self._slots.add(slot)
-        self._generation += 1
-        vm = _Vm(box, self._generation, machine, directory, process, agent, Api(directory / "api.sock"), slot)
-        self._add(vm)
-        try:
-            await self.gate(Step.SPAWNED, box)
-            await vm.api.started(process.gone)
-        except BaseException as error:
-            await asyncio.shield(self._failed(vm, error, "started"))
-            raise
-        return vm
+        return Spawned(confined(self.confine, command, limits), directory / "log", (), cwd=directory)
 
     async def _connect(self, vm: _Vm, timeout_s: float, new: bool, clean: bool) -> None:
         """Reach the agent through the vsock; a connection that the reset after a snapshot meets is made again.
@@ -197,7 +203,7 @@ class FirecrackerDriver(VmDriver[_Vm]):
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    connection = await _vsock(vm.directory / "v.sock")
+                    connection = await vsock(vm.directory / "v.sock")
                     if connection is not None:
                         await vm.agent.attach(connection, fresh=True)
                         with contextlib.suppress(Terminal):
@@ -237,7 +243,7 @@ class FirecrackerDriver(VmDriver[_Vm]):
             await self._reconnect(vm)
             await self.gate(Step.CONTINUED, vm.box)
         await asyncio.to_thread(self._write, vm, into)
-        await asyncio.to_thread(shutil.copyfile, state, into / "state")
+        await asyncio.to_thread(take_state, state, into / "state")
         await self.gate(Step.WRITTEN, vm.box)
         size = len(vm.written) * PAGE
         return Capture(into / "memory", into / "state", tuple(vm.frozen), pause_s, size, clean)
@@ -288,59 +294,6 @@ class FirecrackerDriver(VmDriver[_Vm]):
         return await asyncio.to_thread(end_orphans, root)
 
 
-def boot_requests(machine: Machine) -> list[tuple[str, dict[str, object]]]:
-    """What configures and starts a machine, in order. Paths of drives and of the vsock are relative."""
-    drive = {"is_root_device": False, "cache_type": "Unsafe"}
-    return [
-        (
-            "/machine-config",
-            {"vcpu_count": 1, "mem_size_mib": machine.memory_mib, "track_dirty_pages": True},
-        ),
-        (
-            "/boot-source",
-            {"kernel_image_path": str(machine.kernel), "initrd_path": str(machine.initrd), "boot_args": KERNEL_LINE},
-        ),
-        ("/drives/root", {**drive, "drive_id": "root", "path_on_host": "root.squashfs", "is_read_only": True}),
-        ("/drives/disk", {**drive, "drive_id": "disk", "path_on_host": "disk.raw", "is_read_only": False}),
-        ("/vsock", {"guest_cid": 3, "uds_path": "v.sock"}),
-        ("/entropy", {}),
-        ("/actions", {"action_type": "InstanceStart"}),
-    ]
-
-
-def load_request(version: str, state: Path, memory: Path) -> dict[str, object]:
-    """The body of /snapshot/load; tracking is not part of a snapshot, and its name changed with 1.13."""
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    track = "track_dirty_pages" if numbers >= (1, 13) else "enable_diff_snapshots"
-    return {
-        "snapshot_path": str(state),
-        "mem_backend": {"backend_type": "File", "backend_path": str(memory)},
-        track: True,
-        "resume_vm": False,
-    }
-
-
-async def _vsock(path: Path) -> socket.socket | None:
-    """A connection to the agent's port, or None if there is none yet."""
-    loop = asyncio.get_running_loop()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.setblocking(False)
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_TRY_S):
-            await loop.sock_connect(connection, str(path))
-            await loop.sock_sendall(connection, f"CONNECT {AGENT_PORT}\n".encode())
-            answer = b""
-            while not answer.endswith(b"\n"):
-                piece = await loop.sock_recv(connection, 1)
-                if not piece:
-                    raise OSError("reset")
-                answer += piece
-            if answer.startswith(b"OK "):
-                return connection
-    connection.close()
-    return None
-
-
 def _extents(fd: int, size: int) -> list[tuple[int, int]]:
     """Pages of a sparse file that are not holes."""
     extents = []
@@ -365,4 +318,4 @@ def _patched(image: Image, target: Path) -> Path:
     return target
 
 
-__all__ = ["FirecrackerDriver", "boot_requests", "load_request"]
+__all__ = ["FirecrackerDriver"]

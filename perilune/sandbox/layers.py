@@ -12,21 +12,22 @@ What a crash leaves behind is therefore either named and whole, or not named and
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perilune.sandbox.errors import BadSnapshot, Exhausted
+from perilune.sandbox.errors import BadSnapshot, Exhausted, Recoverable
 from perilune.sandbox.merge import merge, write_pages
 from perilune.sandbox.pages import Layer, lay_over, open_layer
+from perilune.sandbox.sparse import copy_into, copy_sparse, fill_holes
 from perilune.sandbox.store import LayerRow
 
-_FICLONE = 0x40049409
 _CHUNK = 1 << 20
 # Laying this much over a machine's memory at its start costs less than making an image of it first.
 PATCH_BYTES = 32 << 20
@@ -55,6 +56,7 @@ class Layers:
         self._verified: set[str] = set()
         self._lock = threading.Lock()
         self._building: dict[str, threading.Lock] = {}
+        self._held: Counter[Path] = Counter()
 
     # At the start
 
@@ -90,7 +92,10 @@ class Layers:
         """A directory for a capture on its way in, removed afterwards."""
         directory = self._staging / name
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(mode=0o700)
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise Recoverable(f"no room for a capture: {error}") from error
         try:
             yield directory
         finally:
@@ -98,13 +103,13 @@ class Layers:
 
     def take(self, path: Path, kind: str) -> LayerRow:
         """Move a staged file in; raises `Exhausted` before anything is written if the quota does not allow it."""
-        size = path.stat().st_size
-        self.reserve(0)
+        status = path.stat()
+        self.reserve(status.st_blocks << 9)
         with path.open("rb+") as file:
             digest = _checksum(file.fileno())
             os.fchmod(file.fileno(), 0o444)
             os.fdatasync(file.fileno())
-        return self._name(path, digest, kind, size)
+        return self._name(path, digest, kind, status.st_size)
 
     def copy(self, path: Path, kind: str, staging: Path) -> LayerRow:
         """Copy a file in that somebody else may still have open, and be able to change."""
@@ -162,59 +167,94 @@ class Layers:
 
     def reserve(self, size: int) -> None:
         """Raise `Exhausted` if `size` more bytes go over the limit even without images."""
-        used = self.used()
-        if used + size <= self.limit:
-            return
-        images = sorted(self._images.glob("*.ram"), key=lambda path: path.stat().st_atime)
-        for path in images:
-            used -= path.stat().st_blocks << 9
-            path.unlink()
+        with self._lock:
+            used = self.used()
             if used + size <= self.limit:
                 return
+            images = [path for path in self._images.glob("*.ram") if not self._held[path]]
+            for path in sorted(images, key=lambda path: path.stat().st_atime):
+                used -= path.stat().st_blocks << 9
+                path.unlink()
+                if used + size <= self.limit:
+                    return
         raise Exhausted(f"disk quota: {used} bytes are used, {size} more go over the limit of {self.limit}")
 
     # Memory
 
     def memory(self, layers: Sequence[str], size: int, copies: int, whole: bool = False) -> Memory:
-        """What `copies` machines of this memory start from. whole: make the image whatever its patches cost."""
+        """What `copies` machines of this memory start from. whole: make the image whatever its patches cost.
+
+        The image stays where it is until `release`.
+        """
         paths = [self.verify(layer) for layer in layers]
-        built = len(layers)
-        while built and not self._image(layers[:built], size).exists():
-            built -= 1
-        missing = [open_layer(path) for path in paths[built:]]
-        cost = sum(layer.data_bytes for layer in missing)
-        if built and not whole and cost * copies <= PATCH_BYTES:
-            return Memory(self._image(layers[:built], size), tuple(layers[:built]), tuple(paths[built:]))
-        image = self._build(layers, built, missing, size)
-        return Memory(image, tuple(layers), ())
+        built, base = self._hold_longest(layers, size)
+        try:
+            missing = [open_layer(path) for path in paths[built:]]
+            cost = sum(layer.data_bytes for layer in missing)
+            if base is not None and not whole and cost * copies <= PATCH_BYTES:
+                held, base = base, None
+                return Memory(held, tuple(layers[:built]), tuple(paths[built:]))
+            image = self._build(layers, base, missing, size)
+            return Memory(image, tuple(layers), ())
+        finally:
+            if base is not None:
+                self._let_go(base)
+
+    def release(self, memory: Memory) -> None:
+        """Its machines have opened it, or will not."""
+        self._let_go(memory.image)
+
+    def _hold_longest(self, layers: Sequence[str], size: int) -> tuple[int, Path | None]:
+        """The image that is there of the most of the first layers, and of how many."""
+        with self._lock:
+            for built in range(len(layers), 0, -1):
+                image = self._image(layers[:built], size)
+                if image.exists():
+                    self._held[image] += 1
+                    return built, image
+        return 0, None
+
+    def _let_go(self, image: Path) -> None:
+        with self._lock:
+            self._held[image] -= 1
+            if self._held[image] <= 0:
+                del self._held[image]
 
     def _image(self, layers: Sequence[str], size: int) -> Path:
         key = hashlib.blake2b(f"{size} {' '.join(layers)}".encode(), digest_size=16).hexdigest()
         return self._images / f"{key}.ram"
 
-    def _build(self, layers: Sequence[str], built: int, missing: Sequence[Layer], size: int) -> Path:
+    def _build(self, layers: Sequence[str], base: Path | None, missing: Sequence[Layer], size: int) -> Path:
+        """Lay `missing` over a copy of `base`; the result is held."""
         target = self._image(layers, size)
         with self._lock:
             lock = self._building.setdefault(target.name, threading.Lock())
         with lock:
-            if target.exists():
-                return target
+            with self._lock:
+                if target.exists():
+                    self._held[target] += 1
+                    return target
             self.reserve(sum(layer.data_bytes for layer in missing))
             new = target.with_suffix(f".new{threading.get_ident()}")
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o444)
             try:
-                if built:
-                    copy_into(self._image(layers[:built], size), fd, follow=True)
+                if base is not None:
+                    copy_into(base, fd, follow=True)
                 os.ftruncate(fd, size)
                 for layer in missing:
                     lay_over(layer, fd)
-            except BaseException:
+                fill_holes(fd, size)
+                target.with_suffix(".layers").write_text(" ".join(layers))
+                with self._lock:
+                    self._held[target] += 1
+                    os.rename(new, target)
+            except BaseException as error:
                 new.unlink()
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise Exhausted(f"no room for a memory image of {size >> 20} MiB: {error}") from error
                 raise
             finally:
                 os.close(fd)
-            target.with_suffix(".layers").write_text(" ".join(layers))
-            os.rename(new, target)
         return target
 
     def extend(
@@ -240,53 +280,6 @@ class Layers:
         return (*previous[:kept], row.id), [row]
 
 
-def copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file without following a link, sharing blocks where the file system can, leaving its holes."""
-    fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        copy_into(source, fd)
-    finally:
-        os.close(fd)
-
-
-def copy_into(source: Path, target: int, follow: bool = False) -> None:
-    """The same, into an open empty file; `follow` for a source that nobody else can have put there."""
-    fd = os.open(source, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW))
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(target, _FICLONE, fd)
-            return
-        size = os.fstat(fd).st_size
-        os.ftruncate(target, size)
-        at = 0
-        while at < size:
-            try:
-                at = os.lseek(fd, at, os.SEEK_DATA)
-            except OSError:
-                break  # nothing but a hole is left
-            end = os.lseek(fd, at, os.SEEK_HOLE)
-            while at < end:
-                at += os.copy_file_range(fd, target, end - at, at, at)
-    finally:
-        os.close(fd)
-
-
-def reflinks(directory: Path) -> bool:
-    """True if files of this directory can share blocks."""
-    directory.mkdir(parents=True, exist_ok=True)
-    source, target = directory / ".reflink-source", directory / ".reflink-target"
-    try:
-        source.write_bytes(bytes(4096))
-        with source.open("rb") as file, target.open("wb") as copy:
-            fcntl.ioctl(copy.fileno(), _FICLONE, file.fileno())
-        return True
-    except OSError:
-        return False
-    finally:
-        source.unlink(missing_ok=True)
-        target.unlink(missing_ok=True)
-
-
 def _checksum(fd: int) -> str:
     digest = hashlib.blake2b(digest_size=32)
     buffer = bytearray(_CHUNK)
@@ -297,4 +290,4 @@ def _checksum(fd: int) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["Layers", "Memory", "copy_sparse", "reflinks"]
+__all__ = ["Layers", "Memory"]

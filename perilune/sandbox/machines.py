@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from perilune.sandbox.assets import Assets
 from perilune.sandbox.driver import Capture, Command, Driver, Gate, Handle, Image, Machine, Network, Step
-from perilune.sandbox.errors import SandboxError, Terminal
+from perilune.sandbox.errors import Conflict, SandboxError, Terminal
 from perilune.sandbox.layers import Layers, Memory
 from perilune.sandbox.snapshot import Snapshot, check_format
 from perilune.sandbox.states import State
@@ -62,6 +64,7 @@ class Machines:
         # Taking layers in and removing unused ones must not overlap.
         self._storing = asyncio.Lock()
         self._golden: dict[str, asyncio.Lock] = {}
+        self._used: Counter[str] = Counter()
 
     def directory(self, box: str) -> Path:
         """Where a machine's own files are while it runs."""
@@ -73,6 +76,15 @@ class Machines:
         if spec.get("digest", template.digest) != template.digest:
             template = type(template)(template.name, spec["digest"], template.memory_mib, template.disk_mib)
         return self.assets.machine(template, spec.get("memory_mib"), spec.get("disk_mib"))
+
+    @contextlib.contextmanager
+    def using(self, snapshot: Snapshot) -> Iterator[None]:
+        """A snapshot that is being started from stays until its sandbox stands on it, also if it is deleted."""
+        self._used[snapshot.id] += 1
+        try:
+            yield
+        finally:
+            self._used[snapshot.id] -= 1
 
     # Starting
 
@@ -91,20 +103,23 @@ class Machines:
         """Resume a snapshot as many machines; each result is one of them or why it could not be started."""
         check_format(snapshot, await self.driver.format(machine))
         memory, image = await asyncio.to_thread(self._image, snapshot, machine, len(boxes))
-        directories = [self.directory(box) for box in boxes]
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True, mode=0o700)
-        handles: list[Handle | SandboxError]
-        if len(boxes) == 1:
-            try:
-                handles = [
-                    await self.driver.resume(boxes[0], machine, image, directories[0], network, continues=continues)
-                ]
-            except SandboxError as error:
-                handles = [error]
-        else:
-            handles = await self.driver.fork(boxes, machine, image, directories, network)
+        try:
+            directories = [self.directory(box) for box in boxes]
+            for directory in directories:
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True, mode=0o700)
+            handles: list[Handle | SandboxError]
+            if len(boxes) == 1:
+                try:
+                    handles = [
+                        await self.driver.resume(boxes[0], machine, image, directories[0], network, continues=continues)
+                    ]
+                except SandboxError as error:
+                    handles = [error]
+            else:
+                handles = await self.driver.fork(boxes, machine, image, directories, network)
+        finally:
+            self.layers.release(memory)
         results = await asyncio.gather(*(self._started(handle, machine, memory, snapshot) for handle in handles))
         for directory, result in zip(directories, results, strict=True):
             if isinstance(result, SandboxError):
@@ -118,22 +133,25 @@ class Machines:
             return handle
         try:
             await self.driver.refresh(handle, handle.box)
-        except SandboxError as error:
-            await self.driver.stop(handle)
-            return error
+        except BaseException as error:  # a caller that goes away, too
+            await asyncio.shield(self.driver.stop(handle))
+            if isinstance(error, SandboxError):
+                return error
+            raise
         running = Running(handle, machine, memory.base, snapshot.memory, snapshot.disks, snapshot)
         self.running[handle.box] = running
         return running
 
     def _image(self, snapshot: Snapshot, machine: Machine, copies: int) -> tuple[Memory, Image]:
-        memory = self.layers.memory(snapshot.memory, machine.memory_mib << 20, copies)
         disks = tuple(self.layers.verify(layer) for layer in snapshot.disks)
         state = self.layers.verify(snapshot.state)
+        memory = self.layers.memory(snapshot.memory, machine.memory_mib << 20, copies)
         return memory, Image(memory.image, state, disks, memory.patches, snapshot.clean)
 
     async def prepare(self, snapshot: Snapshot, machine: Machine) -> None:
         """Make the snapshot's memory image now, if a few copies of it would want one."""
-        await asyncio.to_thread(self.layers.memory, snapshot.memory, machine.memory_mib << 20, USUAL_COPIES)
+        size = machine.memory_mib << 20
+        self.layers.release(await asyncio.to_thread(self.layers.memory, snapshot.memory, size, USUAL_COPIES))
 
     async def stop(self, box: str) -> None:
         """End a sandbox's machine, if it has one, and remove its files."""
@@ -184,7 +202,8 @@ class Machines:
                 raise
         running.memory, running.disks, running.snapshot = memory, disks, snapshot
         running.taken = len(capture.disks)
-        await self.collect()
+        with contextlib.suppress(SandboxError, OSError):  # it is committed; what is left over goes with a later one
+            await self.collect()
         return snapshot
 
     def _take(
@@ -217,13 +236,17 @@ class Machines:
             snapshot, box=record.id, parent=snapshot.id, label=label, barrier=barrier, created=time.time(), bytes=0
         ).sealed()
         async with self._storing:
-            self.store.commit(named, [], self.store.get(record.id), after)
+            now = self.store.get(record.id)
+            if now.state is not record.state or (now.state is State.PAUSED and now.snapshot != record.snapshot):
+                raise Conflict(f"box {record.id!r} is {now.state.value} now: it went on while its snapshot was named")
+            self.store.commit(named, [], now, after)
         return named
 
     async def collect(self) -> None:
         """Remove layers that nothing uses any more."""
         async with self._storing:
-            rows = self.store.collect()
+            self._used = +self._used
+            rows = self.store.collect(self._used)
             if rows:
                 await asyncio.to_thread(self.layers.remove, rows)
 
@@ -248,7 +271,8 @@ class Machines:
         for attempt in range(BOOT_TRIES):
             box = f"golden-{os.urandom(4).hex()}"
             try:
-                return await self._boot_once(box, template, machine)
+                # A kernel that hangs is found soon; a host that is slow is waited for in the end.
+                return await self._boot_once(box, template, machine, BOOT_S * (attempt + 1))
             except Terminal:
                 if attempt == BOOT_TRIES - 1:
                     raise
@@ -256,7 +280,7 @@ class Machines:
                 await self.stop(box)
         raise AssertionError
 
-    async def _boot_once(self, box: str, template: str, machine: Machine) -> Snapshot:
+    async def _boot_once(self, box: str, template: str, machine: Machine, limit_s: float) -> Snapshot:
         directory = self.directory(box)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700)
@@ -264,7 +288,7 @@ class Machines:
         try:
             handle = await self.driver.start(box, machine, directory, Network())
             try:
-                await self.driver.wait_ready(handle, BOOT_S)
+                await self.driver.wait_ready(handle, limit_s)
                 # What a first program needs is in the guest's memory then, in every copy.
                 await (await self.driver.exec(handle, Command(":"))).wait()
                 empty = Snapshot(box, None, template, {}, (), (), "", True, 0.0, 0)

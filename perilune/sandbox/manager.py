@@ -134,11 +134,14 @@ class Manager:
                 async def commit(capture: Capture) -> None:
                     await self.machines.commit(record, running, capture, staging, State.PAUSED, keep=False)
 
-                await self.driver.pause(running.handle, staging, commit)
-            self.machines.running.pop(box, None)
+                try:
+                    await self.driver.pause(running.handle, staging, commit)
+                finally:
+                    if self.store.get(box).state is State.PAUSED:  # committed: the machine is its sandbox's no more
+                        self.machines.running.pop(box, None)
+                        self.admission.release(box)
             await asyncio.to_thread(_remove, self.machines.directory(box))
             await self.gate(Step.COMMITTED, box)
-            self.admission.release(box)
             self.spawn(self.machines.prepare(running.snapshot, running.machine))
             return self.store.get(box)
 
@@ -154,10 +157,12 @@ class Manager:
 
     async def rollback(self, box: str, snapshot: str) -> Record:
         """Let a sandbox go on from any snapshot of its template; what it did since is lost."""
-        node = self.store.snapshot(snapshot)
+        self.store.snapshot(snapshot)
 
         async def work(record: Record) -> Record:
-            return await self._resume(record, node)
+            node = self.store.snapshot(snapshot)  # it may have been deleted while this waited
+            with self.machines.using(node):
+                return await self._resume(record, node)
 
         return await self.transitions.ask(box, Request.ROLLBACK, work, lambda: self.store.get(box))
 
@@ -169,14 +174,16 @@ class Manager:
         machine = self.machines.machine(record.spec)
         self.admission.admit(box, machine.memory_mib)
         try:
-            if box in self.machines.running:
-                await self.machines.stop(box)
+            if node is not None or box in self.machines.running:
+                await self.machines.stop(box)  # also programs of a paused one, which do not go on
             running = await self.machines.start(box, snapshot, machine, network_of(record), continues=node is None)
             await self.gate(Step.COMMITTING, box)
             timeout_s = record.spec.get("timeout_s")
-            expires = None if timeout_s is None else time.time() + timeout_s
+            # A longer life that somebody asked for is kept.
+            now = self.store.get(box)
+            expires = None if timeout_s is None else max(time.time() + timeout_s, now.expires or 0.0)
             changes = {"snapshot": snapshot.id, "expires": expires, "reason": ""}
-            moved = self.store.move(self.store.get(box), State.RUNNING, **changes)
+            moved = self.store.move(now, State.RUNNING, **changes)
         except Exception as error:
             await self.machines.stop(box)
             self.admission.release(box)
@@ -221,7 +228,9 @@ class Manager:
 
     # The guest
 
-    def _use(self, box: str) -> Running:
+    async def _use(self, box: str) -> Running:
+        while self.store.get(box).state is State.SNAPSHOTTING and box not in self.machines.running:
+            await self.transitions.settled(box)  # it goes on as another process in a moment
         record = self.store.get(box)
         running = self.machines.running.get(box)
         if decide(Request.USE, record.state) is not Decision.NOTHING or running is None:
@@ -232,7 +241,7 @@ class Manager:
 
     async def exec(self, box: str, command: Command) -> Process:
         """Start a program in a sandbox that runs."""
-        running = self._use(box)
+        running = await self._use(box)
         spec = self.store.get(box).spec
         command = with_defaults(command, ImageConfig.of(spec.get("image", {})), spec.get("env", {}))
         return await self.driver.exec(running.handle, command)
@@ -243,11 +252,11 @@ class Manager:
 
     async def read(self, box: str, path: str, limit: int = READ_LIMIT) -> bytes:
         """A file of the guest."""
-        return await self.driver.read(self._use(box).handle, path, limit)
+        return await self.driver.read((await self._use(box)).handle, path, limit)
 
     async def write(self, box: str, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file of the guest in one piece."""
-        await self.driver.write(self._use(box).handle, path, data, mode)
+        await self.driver.write((await self._use(box)).handle, path, data, mode)
 
     async def stats(self, box: str) -> Stats:
         """What its machine costs now; zeros while it is paused."""
@@ -260,12 +269,25 @@ class Manager:
     async def set_network(self, box: str, network: Network) -> Record:
         """Replace what a sandbox may reach: at once where it runs, and for every resume from now on."""
         check(network)
+        # A machine on its way up would have the policy of before.
+        while (record := self.store.get(box)).state not in (State.RUNNING, State.PAUSED):
+            if record.state in (State.KILLING, State.ENDED):
+                raise Conflict(f"box {box!r} is {record.state.value}")
+            await self.transitions.settled(box)
+            await asyncio.sleep(0.01)
+        before = record.spec.get("network")
+        # Stored first: a machine that is started meanwhile has it already.
+        moved = self.store.move(record, record.state, spec={**record.spec, "network": asdict(network)})
         running = self.machines.running.get(box)
-        record = self.store.get(box)
-        if running is not None:
-            await self.driver.set_network(running.handle, network)
-            record = self.store.get(box)
-        return self.store.move(record, record.state, spec={**record.spec, "network": asdict(network)})
+        try:
+            if running is not None:
+                await self.driver.set_network(running.handle, network)
+        except Exception:
+            if self.machines.running.get(box) is running:
+                now = self.store.get(box)
+                self.store.move(now, now.state, spec={**now.spec, "network": before})
+                raise
+        return moved
 
     # Snapshots and tokens
 
@@ -275,7 +297,10 @@ class Manager:
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Delete one; its layers go when nothing else needs them."""
-        self.store.hide(self.store.snapshot(snapshot).id)
+        node = self.store.snapshot(snapshot)
+        if node.box.startswith("golden-"):
+            raise Conflict(f"snapshot {snapshot!r} is its template's own: sandboxes begin at it")
+        self.store.hide(node.id)
         await self.machines.collect()
 
     def token(self, box: str, kind: str) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import os
-import shutil
+import stat
 import subprocess
 import tarfile
 import tempfile
@@ -24,7 +24,7 @@ from perilune.sandbox.assets import Assets, Template
 from perilune.sandbox.image_config import of_image
 from perilune.sandbox.packages import require
 from perilune.sandbox.rootfs import PYTHON_MIB, pack
-from perilune.sandbox.untar import require_filters
+from perilune.sandbox.untar import extract, inside, put, remove
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -34,21 +34,19 @@ def from_image(assets: Assets, name: str, image: Path, memory_mib: int = PYTHON_
     """Make a template of an image, with what its configuration says about programs (image_config.py).
 
     Raises `ValueError` if it is no image, or if a layer leaves its root.
-    Raises `Unavailable` before Python 3.11.4, as `unpack` does.
     """
-    require_filters()
     with contextlib.ExitStack() as stack:
         files = image
         if not image.is_dir():
             files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perilune-image-")))
             with tarfile.open(image) as archive:
-                archive.extractall(files, filter="data")
+                extract(archive, files)
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perilune-root-"))) / "root"
         root.mkdir(mode=0o755)
         config = of_image(configuration(files))
         for layer in layers(files):
             unpack(layer, root)
-        _inside(root, config.cwd).mkdir(parents=True, exist_ok=True)
+        inside(root, config.cwd).mkdir(parents=True, exist_ok=True)
         return pack(assets, name, root, memory_mib, config=config)
 
 
@@ -124,42 +122,76 @@ def _blob(image: Path, digest: str) -> bytes:
 
 
 def unpack(layer: bytes, root: Path) -> None:
-    """Lay one layer over a root: its files, and what it removes."""
-    require_filters()
+    """Lay one layer over a root: first what it removes of the layers below (OCI image spec, layer.md), then its files.
+
+    Links that are in the way are followed as in the image itself, where "/" is `root`. Devices are left out where
+    they may not be made. Raises `ValueError` for a name with "..".
+    """
     if layer.startswith(_GZIP):
         layer = gzip.decompress(layer)
     elif layer.startswith(_ZSTD):
         layer = subprocess.run([require("zstd"), "-dc"], input=layer, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(layer)) as archive:
-        for member in archive:
+        members = archive.getmembers()
+        for member in members:
+            if ".." in member.name.split("/"):
+                raise ValueError(f"a layer has {member.name!r}, which leads out of its root")
+            _hide(root, member.name)
+        folders = []
+        for member in members:
             place, name = os.path.split(member.name)
-            if name == _OPAQUE:
-                for path in _inside(root, place).iterdir():
-                    _remove(path)
-            elif name.startswith(_WHITEOUT):
-                _remove(_inside(root, place) / name.removeprefix(_WHITEOUT))
-            else:
-                target = _inside(root, place) / name
-                if (name and target.is_symlink()) or (target.exists() and not (target.is_dir() and member.isdir())):
-                    _remove(target)
-                try:
-                    archive.extract(member, root, filter="tar", numeric_owner=True)
-                except tarfile.TarError as error:
-                    raise ValueError(f"a layer was refused: {error}") from error
+            if name.startswith(_WHITEOUT) or name in ("", "."):
+                continue
+            target = inside(root, place) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = None
+            if member.islnk():
+                folder, file = os.path.split(member.linkname)
+                source = inside(root, folder) / file
+                if not os.path.lexists(source):
+                    raise ValueError(f"a layer has {member.name!r}, a link to {member.linkname!r}, which is not there")
+            _make_node(member, target)
+            if not member.isdev():
+                put(archive, member, target, source)
+            if member.isdir():
+                folders.append((member, target))
+            elif source is None and os.path.lexists(target):
+                _give(member, target)
+        # Last: one that its owner may not write must take its files first.
+        for member, target in reversed(folders):
+            _give(member, target)
 
 
-def _inside(root: Path, place: str) -> Path:
-    path = (root / place.lstrip("/")).resolve()
-    if not path.is_relative_to(root.resolve()):
-        raise ValueError(f"a layer has {place!r}, which leads out of its root")
-    return path
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+def _hide(root: Path, name: str) -> None:
+    """What a whiteout of this name removes."""
+    place, last = os.path.split(name)
+    if not last.startswith(_WHITEOUT):
+        return
+    folder, hidden = inside(root, place), last.removeprefix(_WHITEOUT)
+    if last == _OPAQUE:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            remove(path)
+    elif hidden in ("", ".", ".."):
+        raise ValueError(f"a layer has {name!r}, which removes no file")
     else:
-        path.unlink(missing_ok=True)
+        remove(folder / hidden)
+
+
+def _make_node(member: tarfile.TarInfo, target: Path) -> None:
+    if not member.isdev():
+        return
+    remove(target)
+    kind = stat.S_IFIFO if member.isfifo() else stat.S_IFCHR if member.ischr() else stat.S_IFBLK
+    with contextlib.suppress(PermissionError):
+        os.mknod(target, kind | 0o600, os.makedev(member.devmajor, member.devminor))
+
+
+def _give(member: tarfile.TarInfo, target: Path) -> None:
+    """Owner and mode as the image has them."""
+    if os.geteuid() == 0:
+        os.chown(target, member.uid, member.gid, follow_symlinks=False)
+    if not member.issym():
+        target.chmod(member.mode & 0o7777)
 
 
 __all__ = ["configuration", "from_image", "layers", "unpack"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from perilune.sandbox.driver import Output
+from perilune.sandbox.wire import FRAME_MAX, WINDOW
 
 
 class Collector:
     """Keeps up to `limit` bytes of each stream that nobody has taken; what comes after that is dropped, and said so.
 
     A reader that takes pieces as they come is never cut. taken: called with the number of bytes for which there is
-    room again, so that the sender never runs ahead of a slow reader.
+    room again, so that the sender never runs ahead of a slow reader; one that does all the same is cut.
     """
 
     def __init__(self, limit: int, taken: Callable[[int], None]) -> None:
@@ -21,7 +23,8 @@ class Collector:
         self.limit = limit
         self.truncated = False
         self._taken = taken
-        self._pieces: list[Output] = []
+        # (stream, bytes): small pieces grow the last one, so that what is kept costs what it says.
+        self._pieces: deque[tuple[int, bytearray]] = deque()
         self._held = {1: 0, 2: 0}
         self._ended = False
         self._streaming = False
@@ -29,17 +32,24 @@ class Collector:
 
     def put(self, stream: int, data: bytes) -> bool:
         """Take a piece. False if this stream is full: nobody will see what comes next."""
+        room = self.limit - self._held[stream] + (WINDOW if self._streaming else 0)
         if not self._streaming:
-            room = self.limit - self._held[stream]
             self._taken(len(data))
-            if len(data) > room:
-                self.truncated = True
-                data = data[:room]
+        cut = len(data) > room
+        if cut:
+            self.truncated = True
+            data = data[:room]
         if data:
-            self._pieces.append(Output(stream, data))
+            self._keep(stream, data)
             self._held[stream] += len(data)
             self._changed.set()
-        return self._streaming or self._held[stream] < self.limit or not self.truncated
+        return not cut if self._streaming else self._held[stream] < self.limit or not self.truncated
+
+    def _keep(self, stream: int, data: bytes) -> None:
+        if self._pieces and self._pieces[-1][0] == stream and len(self._pieces[-1][1]) + len(data) <= FRAME_MAX:
+            self._pieces[-1][1].extend(data)
+        else:
+            self._pieces.append((stream, bytearray(data)))
 
     def end(self) -> None:
         """No more pieces come."""
@@ -48,16 +58,17 @@ class Collector:
 
     async def pieces(self) -> AsyncIterator[Output]:
         """Every piece that is still here and all that come, until the end."""
-        already = len(self._pieces)  # their room was given back when they came
+        already = dict(self._held)  # their room was given back when they came
         self._streaming = True
         while True:
             while self._pieces:
-                piece = self._pieces.pop(0)
-                self._held[piece.stream] -= len(piece.data)
-                already -= 1
-                if already < 0:
-                    self._taken(len(piece.data))
-                yield piece
+                stream, data = self._pieces.popleft()
+                self._held[stream] -= len(data)
+                given = min(already[stream], len(data))
+                already[stream] -= given
+                if len(data) > given:
+                    self._taken(len(data) - given)
+                yield Output(stream, bytes(data))
             if self._ended:
                 return
             self._changed.clear()
@@ -68,8 +79,7 @@ class Collector:
         while not self._ended:
             self._changed.clear()
             await self._changed.wait()
-        out = b"".join(piece.data for piece in self._pieces if piece.stream == 1)
-        err = b"".join(piece.data for piece in self._pieces if piece.stream == 2)
+        out, err = (b"".join(data for stream, data in self._pieces if stream == wanted) for wanted in (1, 2))
         return out, err
 
 

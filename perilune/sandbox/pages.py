@@ -106,7 +106,10 @@ def lay_over(layer: Layer, image: int) -> None:
         for place, offset, length in layer.places():
             done = 0
             while done < length:
-                done += os.copy_file_range(source.fileno(), image, length - done, offset + done, place + done)
+                moved = os.copy_file_range(source.fileno(), image, length - done, offset + done, place + done)
+                if not moved:
+                    raise BadSnapshot(f"{layer.path.name}: it was cut while it was read")
+                done += moved
 
 
 def coalesce(pages: Iterable[int]) -> list[Extent]:

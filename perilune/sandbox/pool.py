@@ -30,6 +30,10 @@ class Pool:
         ready = self._ready.get(snapshot)
         return ready.pop(0) if ready else None
 
+    def put_back(self, running: Running) -> None:
+        """One that was taken and is not needed."""
+        self._ready.setdefault(running.snapshot.id, []).append(running)
+
     def size(self) -> int:
         """How many are ready."""
         return sum(map(len, self._ready.values()))
@@ -45,9 +49,11 @@ class Pool:
                 try:
                     self._admission.admit(box, machine.memory_mib)
                     running = await self._machines.start(box, snapshot, machine, Network())
-                except SandboxError:
+                except BaseException as error:
                     self._admission.release(box)
-                    return
+                    if isinstance(error, SandboxError):
+                        return
+                    raise
                 self._machines.running.pop(box)
                 ready.append(running)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import stat
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
@@ -30,18 +30,19 @@ from perilune.sandbox.driver import (
     Step,
     open_gate,
 )
-from perilune.sandbox.errors import SandboxError, Terminal, Unavailable
+from perilune.sandbox.errors import Exhausted, SandboxError, Terminal, Unavailable
 from perilune.sandbox.network import GATEWAY, GUEST, check
 from perilune.sandbox.pages import PAGE, write_layer
+from perilune.sandbox.plain import take_state
 from perilune.sandbox.qemu_command import cpu, machine_type
 from perilune.sandbox.qemu_launch import Launcher, Start
 from perilune.sandbox.qemu_vm import Vm
+from perilune.sandbox.sparse import fill_holes
 from perilune.sandbox.vm_driver import QUIESCE_S, REFRESH_S, VmDriver
 
 T = TypeVar("T")
 
 BINARY = "qemu-system-x86_64"
-STATE_MAX = 16 << 20
 
 
 class QemuDriver(VmDriver[Vm]):
@@ -122,7 +123,10 @@ class QemuDriver(VmDriver[Vm]):
     async def _spawn(self, start: Start, agent: Agent | None = None) -> Vm:
         if start.box in self.vms:
             raise SandboxError(f"box {start.box!r} runs already")
-        vm, ours = self._launcher.launch(start, agent or Agent(start.box))
+        try:
+            vm, ours = self._launcher.launch(start, agent or Agent(start.box))
+        except OSError as error:  # out of descriptors, processes or room
+            raise SandboxError(f"box {start.box!r} could not be started: {error}") from error
         self._add(vm)
         try:
             await self.gate(Step.SPAWNED, start.box)
@@ -166,7 +170,7 @@ class QemuDriver(VmDriver[Vm]):
             await passed(Step.CONTINUED)
         pause_s = time.perf_counter() - stopped
         await asyncio.to_thread(write_layer, into / "memory", vm.size, extents, [data])
-        await asyncio.to_thread(_take_file, vm.directory / "state", into / "state")
+        await asyncio.to_thread(take_state, vm.directory / "state", into / "state")
         await passed(Step.WRITTEN)
         dirty = sum(count for _, count in extents) * PAGE
         return Capture(into / "memory", into / "state", tuple(vm.frozen), pause_s, dirty, clean, steps)
@@ -186,7 +190,9 @@ class QemuDriver(VmDriver[Vm]):
         vm = self._vm(handle)
         check(network)
         if vm.link is None:
-            raise Unavailable(f"box {vm.box!r} was started without a network; a new policy holds after its next resume")
+            if network.allow:
+                raise Unavailable(f"box {vm.box!r} was started without a network: pause it, set it, resume it")
+            return
         await asyncio.to_thread(vm.link.set, network)
 
     # The end
@@ -225,22 +231,17 @@ def _zeros(machine: Machine) -> Path:
     """The memory of a machine that has not booted: a file without a single block."""
     path = machine.blank.with_name(f"zeros-{machine.memory_mib}.ram")
     if not path.exists():
-        with path.open("ab") as file:
-            file.truncate(machine.memory_mib << 20)
-        path.chmod(0o444)
+        new = path.with_suffix(f".new{threading.get_ident()}")
+        try:
+            with new.open("wb") as file:
+                file.truncate(machine.memory_mib << 20)
+                fill_holes(file.fileno(), machine.memory_mib << 20)
+            new.chmod(0o444)
+            new.rename(path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise Exhausted(f"no room for a memory image of {machine.memory_mib} MiB: {error}") from error
     return path
-
-
-def _take_file(source: Path, target: Path) -> None:
-    """Copy what the (untrusted) machine's process wrote: a plain file of bounded size, nothing else."""
-    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > STATE_MAX:
-            raise SandboxError(
-                f"{source.name}: {status.st_size} bytes; a device state is a file of at most {STATE_MAX}"
-            )
-        target.write_bytes(file.read())
 
 
 __all__ = ["QemuDriver"]

@@ -16,11 +16,11 @@ from perilune.sandbox.agent import Agent
 from perilune.sandbox.cgroups import Cgroups
 from perilune.sandbox.driver import Machine, Network
 from perilune.sandbox.errors import SandboxError, Unavailable
-from perilune.sandbox.layers import copy_sparse
 from perilune.sandbox.network import Link, sweep
 from perilune.sandbox.packages import require
 from perilune.sandbox.qemu_command import Sockets, command, layer, layers
 from perilune.sandbox.qemu_vm import Vm, blank_layer
+from perilune.sandbox.sparse import copy_sparse
 from perilune.sandbox.spawn import FIRST_UID, Confinement, Spawned, confined, end_orphans
 
 SLOTS = 20_000

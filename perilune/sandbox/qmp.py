@@ -44,10 +44,13 @@ class Qmp:
 
     async def __call__(self, command: str, **arguments: Any) -> Any:
         """Run one command and return its result; raises `QmpError`."""
+        # A cancelled caller must not leave its answer to the next one, which waits for it.
+        return await asyncio.shield(self._ask(command, arguments))
+
+    async def _ask(self, command: str, arguments: dict[str, Any]) -> Any:
         async with self._lock:
             self._writer.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
-            # A cancelled caller must not leave its answer to the next one.
-            return await asyncio.shield(self._answer(command))
+            return await self._answer(command)
 
     async def _answer(self, command: str) -> Any:
         while True:

@@ -30,12 +30,14 @@ async def shared() -> Manager:
 async def release(manager: Manager) -> None:
     """Close the shared manager when nothing runs in it any more; any other manager is its owner's to close."""
     loop = asyncio.get_running_loop()
-    if _managers.get(loop) is not manager:
-        return
-    busy = [record for record in manager.store.boxes() if record.state not in (State.ENDED, State.PAUSED)]
-    if not busy:
-        del _managers[loop]
-        await manager.close()
+    # Whoever wants it meanwhile waits until it is closed, and opens another.
+    async with _opening.setdefault(loop, asyncio.Lock()):
+        if _managers.get(loop) is not manager:
+            return
+        busy = [record for record in manager.store.boxes() if record.state not in (State.ENDED, State.PAUSED)]
+        if not busy:
+            del _managers[loop]
+            await manager.close()
 
 
 __all__ = ["release", "shared"]

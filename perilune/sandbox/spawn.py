@@ -72,7 +72,12 @@ class Spawned:
             )
         self.pid = self._process.pid
         self.gone = asyncio.Event()
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # out of descriptors: a process that nobody can wait for must not be left
+            self._process.kill()
+            self._process.wait()
+            raise
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pidfd, self._ended)
 
@@ -99,25 +104,32 @@ def end_orphans(root: Path) -> list[str]:
 
     Only processes that look like ours do: a virtual machine started with `-name sandbox`.
     """
-    found = {}
+    found = set()
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"sandbox" not in arguments:
-                continue
-            # QEMU has its disk among its arguments, Firecracker runs in its directory.
-            text = b" ".join(arguments) + b" " + os.fsencode(os.readlink(entry / "cwd")) + b"/disk."
-            match = re.search(re.escape(os.fsencode(root)) + rb"/([^/ ]+)/disk\.", text)
-            if match:
-                found[os.pidfd_open(int(entry.name))] = match[1].decode()
-        except OSError:
-            continue  # it has ended meanwhile
-    for pidfd in found:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], 10.0)
-        os.close(pidfd)
-    return sorted(set(found.values()))
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # Opened first: what is read then is of the process that is killed, not of an earlier one of its number.
+            pidfd = os.pidfd_open(int(entry.name))
+            try:
+                box = _box_of(entry, root)
+                if box is not None:
+                    found.add(box)
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    waiting = select.poll()
+                    waiting.register(pidfd, select.POLLIN)
+                    waiting.poll(10_000)
+            finally:
+                os.close(pidfd)
+    return sorted(found)
+
+
+def _box_of(process: Path, root: Path) -> str | None:
+    arguments = (process / "cmdline").read_bytes().split(b"\0")
+    if b"sandbox" not in arguments:
+        return None
+    # QEMU has its disk among its arguments, Firecracker runs in its directory.
+    text = b" ".join(arguments) + b" " + os.fsencode(os.readlink(process / "cwd")) + b"/disk."
+    match = re.search(re.escape(os.fsencode(root)) + rb"/([^/ ]+)/disk\.", text)
+    return match[1].decode() if match else None
 
 
 def cpu_seconds(pid: int) -> float:

@@ -79,7 +79,7 @@ class Store:
             self._db.execute("PRAGMA foreign_keys=ON")
             self._db.executescript(SCHEMA)
             self._reserve()
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             self._db.close()
             said = "another service uses it" if error.sqlite_errorcode == sqlite3.SQLITE_BUSY else "it cannot be opened"
             raise SandboxError(f"{path}: {error}; {said}") from error
@@ -151,8 +151,8 @@ class Store:
         return [record for record in map(_record, rows) if wanted is None or record.state in wanted]
 
     def count(self) -> int:
-        """How many sandboxes there are."""
-        return int(self._db.execute("SELECT count(*) FROM boxes").fetchone()[0])
+        """How many sandboxes there are that have not ended."""
+        return int(self._db.execute("SELECT count(*) FROM boxes WHERE state!=?", (State.ENDED,)).fetchone()[0])
 
     def move(self, record: Record, after: State, **changes: Any) -> Record:
         """Compare and set: from `record` to the state `after`; `Conflict` if it has changed meanwhile."""
@@ -188,6 +188,13 @@ class Store:
         """Sandboxes whose time is up; whoever acts on one checks again with `move`, which fails if it was renewed."""
         rows = self._db.execute("SELECT * FROM boxes WHERE expires IS NOT NULL AND expires<=?", (now,)).fetchall()
         return [_record(row) for row in rows]
+
+    def shift(self, seconds: float) -> None:
+        """The clock of this host was set: every life ends as much later as it says now."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE boxes SET expires=expires+?, version=version+1 WHERE expires IS NOT NULL", (seconds,)
+            )
 
     def delete(self, box: str) -> None:
         """Forget an ended sandbox."""
@@ -256,13 +263,17 @@ class Store:
             if done.rowcount != 1:
                 raise NotFound(f"no snapshot {snapshot!r}")
 
-    def collect(self) -> list[LayerRow]:
-        """Forget hidden snapshots that no sandbox stands on; returns the layers that nothing uses any more."""
+    def collect(self, used: Iterable[str] = ()) -> list[LayerRow]:
+        """Forget hidden snapshots that no sandbox stands on; returns the layers that nothing uses any more.
+
+        used: snapshots that stay all the same.
+        """
         with self._transaction(durable=True):
             self._db.execute(
                 "DELETE FROM snapshots WHERE hidden=1 AND id NOT IN"
-                " (SELECT snapshot FROM boxes WHERE snapshot IS NOT NULL AND state!=?)",
-                (State.ENDED,),
+                " (SELECT snapshot FROM boxes WHERE snapshot IS NOT NULL AND state!=?)"
+                " AND id NOT IN (SELECT value FROM json_each(?))",
+                (State.ENDED, json.dumps(list(used))),
             )
             rows = self._db.execute("SELECT * FROM layers WHERE id NOT IN (SELECT layer FROM uses)").fetchall()
             self._db.execute("DELETE FROM layers WHERE id NOT IN (SELECT layer FROM uses)")

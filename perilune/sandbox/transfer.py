@@ -13,7 +13,7 @@ from pathlib import Path
 from perilune.sandbox.driver import Command
 from perilune.sandbox.errors import GuestError
 from perilune.sandbox.manager import READ_LIMIT, Manager
-from perilune.sandbox.untar import require_filters
+from perilune.sandbox.untar import extract
 
 _TAR_S = 300.0
 
@@ -60,16 +60,13 @@ def _pack(local: Path) -> bytes:
 
 
 def _unpack(data: bytes, local: Path) -> None:
-    require_filters()
-    local.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         total = sum(member.size for member in archive.getmembers())
         if total > READ_LIMIT:
             raise GuestError(f"the folder's files are {total} bytes; at most {READ_LIMIT} are copied at once")
         try:
-            # "data" refuses absolute names, "..", links that lead out, and devices.
-            archive.extractall(local, filter="data")
-        except tarfile.TarError as error:
+            extract(archive, local)
+        except (tarfile.TarError, ValueError) as error:
             raise GuestError(f"the guest's archive was refused: {error}") from error
 
 

@@ -43,6 +43,10 @@ class Transitions:
         for listener in self.listeners:
             listener(event)
 
+    def busy(self, box: str) -> bool:
+        """True while something is under way."""
+        return box in self._under_way
+
     async def settled(self, box: str) -> None:
         """Wait until nothing is under way."""
         task = self._under_way.get(box)

@@ -26,12 +26,14 @@ from perilune.sandbox.driver import (
     Step,
 )
 from perilune.sandbox.errors import SandboxError, Terminal
+from perilune.sandbox.plain import read_plain
 from perilune.sandbox.spawn import Spawned, cpu_seconds, memory_of
 
 # A guest that is alive answers within a millisecond or two; one that is not is captured as it is.
 QUIESCE_S = 0.5
 REFRESH_S = 30.0
 _LAST_WORDS_S = 0.2
+LOG_MAX = 64 << 10
 
 
 @dataclass
@@ -54,8 +56,11 @@ class RunningVm:
 
     def why(self) -> str:
         """Why the machine ended, as far as can be told: the line of its log that speaks of an error, or the last."""
-        log = self.directory / "log"
-        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        try:
+            log = read_plain(self.directory / "log", LOG_MAX)
+        except (OSError, SandboxError) as error:
+            log = f"its log cannot be read: {error}".encode()
+        lines = log.decode(errors="replace").strip().splitlines()
         said = [line for line in lines if "rror" in line] or lines[-1:]
         return f"its process ended with {self.process.exit_code}" + (f": {said[0]}" if said else "")
 
@@ -101,13 +106,26 @@ class VmDriver(ABC, Generic[V]):
     async def fork(
         self, boxes: Sequence[str], machine: Machine, image: Image, directories: Sequence[Path], network: Network
     ) -> list[Handle | SandboxError]:
+        made: list[Handle] = []
+
         async def one(box: str, directory: Path) -> Handle | SandboxError:
             try:
-                return await self.resume(box, machine, image, directory, network)
+                handle = await self.resume(box, machine, image, directory, network)
             except SandboxError as error:
                 return error
+            made.append(handle)
+            return handle
 
-        return await asyncio.gather(*map(one, boxes, directories))
+        try:
+            async with asyncio.TaskGroup() as group:
+                copies = [group.create_task(one(*given)) for given in zip(boxes, directories, strict=True)]
+        except BaseException as error:  # whoever asked has gone, or something that nobody thought of
+            for handle in made:
+                await asyncio.shield(self.stop(handle))
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        return [copy.result() for copy in copies]
 
     def _add(self, vm: V) -> Handle:
         """A machine has been started."""
@@ -197,7 +215,9 @@ class VmDriver(ABC, Generic[V]):
     # The end
 
     async def ended(self, handle: Handle) -> str:
-        vm = self._vm(handle)
+        vm = self.vms.get(handle.box)
+        if vm is None or vm.generation != handle.generation:
+            return "its machine is gone"
         await vm.process.gone.wait()
         return vm.why()
 

@@ -13,6 +13,7 @@ from perilune.sandbox.output import Collector
 from perilune.sandbox.wire import WINDOW, Frame
 
 KILL_GRACE_S = 5.0
+_TOO_LARGE = 27  # EFBIG
 _U32 = struct.Struct("<I")
 
 
@@ -57,15 +58,23 @@ class Stream:
 
 
 class FileStream(Stream):
-    """A file that is read."""
+    """A file that is read, up to `limit` bytes: it may grow, have no size of its own, or be a guest's lie."""
 
-    def __init__(self, number: int, agent: Sender) -> None:
+    def __init__(self, number: int, agent: Sender, limit: int) -> None:
         super().__init__(number, agent)
+        self.limit = limit
         self.data = bytearray()
 
     def receive(self, which: int, data: bytes) -> None:
-        self.data += data
-        self.credit(len(data))
+        if self.ended.done():
+            return
+        if len(self.data) + len(data) <= self.limit:
+            self.data += data
+            self.credit(len(data))
+            return
+        self.error = "File too large"
+        self.agent.send(Frame.DISCARD, self.number, _U32.pack(1))
+        self.ended.set_result(_TOO_LARGE)
 
 
 class GuestProcess(Stream):

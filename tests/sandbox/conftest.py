@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from perilune.sandbox import kernel, rootfs
+from perilune.sandbox import kernel, machines, rootfs
 from perilune.sandbox.assets import SOURCES, Assets
 from perilune.sandbox.driver import Image
 from perilune.sandbox.errors import SandboxError
@@ -29,12 +29,19 @@ from perilune.sandbox.gates import Gates
 from perilune.sandbox.manager import Manager
 from perilune.sandbox.packages import DEBOOTSTRAP, PROGRAMS, Apt, missing
 from perilune.sandbox.qemu import QemuDriver
-from tests.sandbox.worlds import Given, run, world
+from tests.sandbox.worlds import BOOT_S, Given, run, world
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accel", default="tcg", choices=("tcg", "kvm"), help="accelerator of the sandbox tests")
     parser.addoption("--firecracker", action="store_true", help="boot Firecracker in the sandbox tests (real KVM)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first of them builds and boots what all of them use."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 # Assets of sources that are no longer tested.
@@ -93,7 +100,9 @@ def _boot(assets: Assets, template: str, *disks_mib: int) -> None:
             await manager.machines.golden(template, machine)
         await manager.close()
 
-    run(boot())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machines, "BOOT_S", BOOT_S)
+        run(boot(), limit_s=8 * BOOT_S)
 
 
 @pytest.fixture

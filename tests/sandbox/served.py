@@ -21,7 +21,7 @@ from perilune.sandbox.service.route import Route
 from perilune.sandbox.service.run import running
 
 KEY = "the-key"
-LIMIT_S = 20.0
+LIMIT_S = 50.0
 
 
 class Tunnel:

@@ -187,7 +187,7 @@ def test_a_shell_in_a_terminal(say: Say, client: httpx.Client) -> None:
     shell = subprocess.Popen(argv, stdin=follower, stdout=follower, stderr=subprocess.PIPE)
     os.close(follower)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 50
         while not client.get(f"/sandboxes/{box}/exec").json():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -197,7 +197,7 @@ def test_a_shell_in_a_terminal(say: Say, client: httpx.Client) -> None:
         time.sleep(0.3)
         assert shell.poll() is None
         client.post(f"/sandboxes/{box}/exec/{one['pid']}/signal", json={"signal": 15})
-        assert shell.wait(20) == 143
+        assert shell.wait(50) == 143
     finally:
         shell.kill()
         os.close(leader)

@@ -38,7 +38,7 @@ def test_programs(driver_and_machine: Given, place: Path, gates: Gates) -> None:
             assert slow.timed_out
             assert slow.exit_code == 137
             assert slow.stdout == b"before\n"
-            assert time.monotonic() - started < 8
+            assert time.monotonic() - started < 25  # not the 30 that it would have slept
             many = await asyncio.gather(*(w.sh(box, f"sleep 0.1; echo {i}") for i in range(10)))
             assert [result.text for result in many] == [f"{i}\n" for i in range(10)]
 
@@ -265,7 +265,7 @@ def test_a_failed_capture_leaves_a_guest_that_runs(
                 capturing = w.checkpoint(box) if verb == "checkpoint" else w.driver.pause(box, w.directory("c"), commit)
                 with pytest.raises(Recoverable, match="No space left"):
                     await capturing
-                assert (await w.sh(box, "echo alive", timeout_s=5)).text == "alive\n", step
+                assert (await w.sh(box, "echo alive", timeout_s=60)).text == "alive\n", step
             copy = await w.resume("copy", w.image(await w.checkpoint(box)))
             for number, step in enumerate(CAPTURE_STEPS):
                 if verb == "checkpoint" or step is not Step.CONTINUED:
@@ -308,7 +308,7 @@ def test_a_cancelled_capture_leaves_a_guest_that_runs(
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert (await w.sh(box, "echo alive", timeout_s=5)).text == "alive\n"
+            assert (await w.sh(box, "echo alive", timeout_s=60)).text == "alive\n"
             await w.checkpoint(box)
 
     run(test())
@@ -347,7 +347,7 @@ def test_a_guest_that_does_not_answer(driver_and_machine: Given, place: Path, ga
             started = time.monotonic()
             with pytest.raises(Terminal, match="no answer"):
                 await w.driver.wait_ready(handle, 0.05)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 30
             assert "box" not in w.driver.vms  # type: ignore[attr-defined]
 
     run(test())

@@ -13,8 +13,9 @@ import pytest
 from perilune.sandbox import Assets, Network, SandboxError, Terminal, Unavailable
 from perilune.sandbox.agent import Agent
 from perilune.sandbox.driver import Image
-from perilune.sandbox.firecracker import FirecrackerDriver, _Vm, boot_requests, load_request
+from perilune.sandbox.firecracker import FirecrackerDriver, _Vm
 from perilune.sandbox.firecracker_api import Api, find_binary
+from perilune.sandbox.firecracker_requests import boot_requests, load_request
 from perilune.sandbox.spawn import Spawned
 from perilune.sandbox.wire import Frame, Parser, frame
 from tests.sandbox.worlds import run

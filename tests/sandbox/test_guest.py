@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import shutil
 import subprocess
-import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,8 +18,10 @@ import pytest
 from perilune.sandbox import (
     Assets,
     Command,
+    GuestError,
     Limits,
     Manager,
+    Record,
     Recoverable,
     Sandbox,
     SandboxError,
@@ -90,8 +92,6 @@ def test_what_a_program_sees(qemu_root: Assets, tmp_path: Path) -> None:
             (folder / "sub").mkdir(parents=True)
             (folder / "sub" / "file").write_bytes(os.urandom(1000))
             await box.upload(folder, "/root/folder")
-            if not hasattr(tarfile, "data_filter"):  # Python before 3.11.4 downloads no folders: test_oci.py
-                return
             await box.download("/root/folder", tmp_path / "back")
             assert (tmp_path / "back" / "sub" / "file").read_bytes() == (folder / "sub" / "file").read_bytes()
             await box.exec("mkdir /root/evil; ln -s /etc /root/evil/link")
@@ -109,21 +109,21 @@ def test_misbehaviour(qemu_root: Assets) -> None:
         async with opened(qemu_root) as manager, Sandbox.create(manager=manager, disk_mib=64) as box:
             bomb = await box.exec("bomb() { bomb | bomb & }; bomb; sleep 100", timeout_s=2)
             assert bomb.timed_out
-            assert (await box.exec("echo alive", timeout_s=20)).text == "alive\n"
+            assert (await box.exec("echo alive", timeout_s=100)).text == "alive\n"
             started = time.monotonic()
             flood = await box.exec("yes | head -c 10000000000", timeout_s=2, max_output=1000)
             assert flood.truncated
             assert len(flood.stdout) == 1000
             stubborn = await box.exec("trap '' TERM INT HUP; while true; do sleep 1; done", timeout_s=0.5)
             assert stubborn.timed_out
-            assert time.monotonic() - started < 12
-            full = await box.exec("dd if=/dev/zero of=/root/big bs=1M count=200; rm /root/big", timeout_s=50)
+            assert time.monotonic() - started < 60
+            full = await box.exec("dd if=/dev/zero of=/root/big bs=1M count=200; rm /root/big", timeout_s=100)
             assert b"No space left" in full.stderr
-            eater = await box.exec("tail -c 1000000000 /dev/zero", timeout_s=20)
+            eater = await box.exec("tail -c 1000000000 /dev/zero", timeout_s=100)
             assert eater.exit_code in (1, 137)  # refused by its kernel, or ended by it
             assert (await box.exec("echo alive")).text == "alive\n"
 
-    run(test(), limit_s=100)
+    run(test())
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_full_disk_of_the_host(qemu_root: Assets, small: Path) -> None:
                 assert list((small / "staging").iterdir()) == []
             await box.exec("rm /dev/shm/large")
             fill(1 << 20)
-            written = await box.exec("head -c 60000000 /dev/urandom > /root/large; sync; echo ended", timeout_s=30)
+            written = await box.exec("head -c 60000000 /dev/urandom > /root/large; sync; echo ended", timeout_s=100)
             assert written.text == "ended\n"
             assert (await box.exec("cat /root/kept; echo alive")).text == "1\nalive\n"
             (small / "filling").unlink()
@@ -196,9 +196,7 @@ def test_a_kernel_panic(qemu_root: Assets) -> None:
             await box.checkpoint("before")
             with pytest.raises(Terminal, match="panic"):
                 await box.exec("echo c > /proc/sysrq-trigger; sleep 5" if _has_sysrq(qemu_root) else _KILL_INIT)
-            for _ in range(100):
-                if box.state is State.ENDED:
-                    break
+            while box.state is not State.ENDED:
                 await asyncio.sleep(0.02)
             assert "panic" in box.record.reason
             async with Sandbox.create(manager=manager, snapshot="before") as again:
@@ -229,19 +227,20 @@ def test_fork_truth(qemu_root: Assets) -> None:
             await box.start(Command(script, detach=True))
             await box.exec("dd if=/dev/urandom of=/root/half bs=1k count=100; sync; echo more >> /root/half")
             half = (await box.exec("md5sum /root/half")).text
+            began = time.monotonic()
             kids = await box.fork(3)
             counts = []
             for kid in kids:
                 first = int((await kid.exec("cat /dev/shm/count")).text)
-                await asyncio.sleep(0.3)
-                second = int((await kid.exec("cat /dev/shm/count")).text)
+                while (second := int((await kid.exec("cat /dev/shm/count")).text)) == first:
+                    await asyncio.sleep(0.05)
                 assert second > first
                 counts.append(first)
                 assert (await kid.exec("md5sum /root/half")).text == half
                 # The deleted file is still open and still grows.
                 lines = (await kid.exec("tail -n 1 /proc/$(cat /dev/shm/pid)/fd/3")).text
                 assert int(lines.split()[1]) >= second - 1
-            assert max(counts) - min(counts) < 60
+            assert max(counts) - min(counts) < 20 * (time.monotonic() - began) + 20
             await kids[0].exec("echo mine > /root/half")
             assert (await kids[1].exec("md5sum /root/half")).text == half
             assert (await box.exec("md5sum /root/half")).text == half
@@ -378,7 +377,7 @@ def test_machines_end_with_their_service_and_leave_nothing(qemu_root: Assets) ->
             await box.kill()
             assert list((qemu_root.root / "boxes").iterdir()) == []
 
-    run(test(), limit_s=100)
+    run(test())
 
 
 def test_many_captures_of_a_written_disk(qemu_root: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,4 +408,97 @@ def test_many_captures_of_a_written_disk(qemu_root: Assets, monkeypatch: pytest.
                     text = (await copy.exec("echo 3 > /proc/sys/vm/drop_caches; cat /root/log")).text
                     assert text == "".join(f"{i}\n" for i in range(turn + 1))
 
-    run(test(), limit_s=100)
+    run(test())
+
+
+def test_many_that_print_at_once(qemu_root: Assets) -> None:
+    """Every byte of each arrives, in order, and every end; and so do answers that are longer than their questions."""
+
+    async def test() -> None:
+        async with opened(qemu_root) as manager, Sandbox.create(manager=manager) as box:
+            await box.exec("head -c 300000 /dev/zero | tr '\\0' 'x' > /dev/shm/x")
+            programs = [box.exec(f"cat /dev/shm/x; echo {i}", timeout_s=100) for i in range(16)]
+            for i, result in enumerate(await asyncio.gather(*programs)):
+                assert result.exit_code == 0
+                assert (len(result.text), result.text[300_000:]) == (300_000 + len(str(i)) + 1, f"{i}\n")
+            missing = await asyncio.gather(*(box.read(f"/{i}") for i in range(3000)), return_exceptions=True)
+            assert {type(error) for error in missing} == {GuestError}
+
+    run(test())
+
+
+def test_files_that_have_no_end(qemu_root: Assets) -> None:
+    """One of /proc has no size to compare with the limit: it is cut off at both ends, and the guest goes on."""
+
+    async def test() -> None:
+        async with opened(qemu_root) as manager, Sandbox.create(manager=manager) as box:
+            with pytest.raises(GuestError, match="at most 1000000 bytes"):
+                await manager.read(box.id, "/proc/1/pagemap", 1_000_000)
+            before = (await box.stats()).cpu_s
+            assert (await box.exec("echo alive")).text == "alive\n"
+            assert (await box.stats()).cpu_s - before < 2
+
+    run(test())
+
+
+def test_a_rollback_of_a_paused_one_ends_who_waits(qemu_root: Assets) -> None:
+    """Its programs do not go on: whoever waits for one hears so, and not never."""
+
+    async def test() -> None:
+        async with opened(qemu_root) as manager, Sandbox.create(manager=manager) as box:
+            snapshot = await box.checkpoint()
+            program = await box.start(Command("sleep 1000", detach=True))
+            await box.pause()
+            await box.rollback(snapshot)
+            with pytest.raises(Terminal, match="ended"):
+                await program.wait()
+            assert (await box.exec("echo alive")).text == "alive\n"
+
+    run(test())
+
+
+@contextlib.contextmanager
+def _descriptors(room: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + room
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for fd in taken[-room:]:
+            os.close(fd)
+        del taken[-room:]
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def test_forks_without_enough_descriptors(qemu_root: Assets) -> None:
+    """Each that cannot be made says so; nothing is left of it, and with descriptors all goes on."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+
+    async def test() -> None:
+        async with opened(qemu_root) as manager, Sandbox.create(manager=manager) as box:
+            before = set(children.read_text().split())
+            results: list[object] = []
+            # From one descriptor to many: wherever the next one is missing.
+            for room in (2, 5, 9, 14, 20):
+                with _descriptors(room):
+                    try:
+                        results += await manager.fork(box.id, 3)
+                    except SandboxError as error:
+                        results.append(error)
+            assert any(isinstance(result, SandboxError) for result in results)
+            for result in results:
+                if isinstance(result, Record):
+                    await manager.kill(result.id)
+            assert set(children.read_text().split()) == before
+            assert [record.id for record in manager.store.boxes()] == [box.id]
+            assert (await box.exec("echo alive")).text == "alive\n"
+
+    run(test())

@@ -168,10 +168,14 @@ def test_the_quota_refuses_before_it_writes(tmp_path: Path) -> None:
     with layers.staged("a") as staging:
         write(staging / "memory", {n: n + 1 for n in range(50)})
         chain, _ = layers.extend(staging / "memory", (), (), staging)
-    image = layers.memory(chain, SIZE, 1).image
-    assert image.exists()
-    layers.reserve((1 << 20) - layers.path(chain[0]).stat().st_size - (64 << 10))
-    assert not image.exists()
+    memory = layers.memory(chain, SIZE, 1)
+    room = (1 << 20) - layers.path(chain[0]).stat().st_size - (64 << 10)
+    with pytest.raises(Exhausted, match="disk quota"):
+        layers.reserve(room)  # a machine is being started from the image
+    assert memory.image.exists()
+    layers.release(memory)
+    layers.reserve(room)
+    assert not memory.image.exists()
     with pytest.raises(Exhausted, match="disk quota"):
         layers.reserve(1 << 20)
     assert layers.memory(chain, SIZE, 1).image.exists()

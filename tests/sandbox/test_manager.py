@@ -323,10 +323,11 @@ def test_time_is_up(fake_root: Assets, gates: Gates) -> None:
 
     async def test() -> None:
         async with opened(fake_root, gates) as manager:
-            pausing = (await manager.create(Options(timeout_s=0.05))).id
-            killing = (await manager.create(Options(timeout_s=0.05, on_timeout="kill"))).id
-            renewed = (await manager.create(Options(timeout_s=0.05))).id
-            await asyncio.sleep(0.1)
+            pausing = (await manager.create(Options())).id
+            killing = (await manager.create(Options(on_timeout="kill"))).id
+            renewed = (await manager.create(Options())).id
+            for box in (pausing, killing, renewed):
+                manager.keep_alive(box, 1e-9)
             manager.keep_alive(renewed, 100)
             await sweep(manager)
             assert manager.store.get(pausing).state is State.PAUSED
@@ -348,8 +349,8 @@ def test_renewed_while_it_is_read(fake_root: Assets, gates: Gates) -> None:
 
     async def test() -> None:
         async with opened(fake_root, gates) as manager:
-            box = (await manager.create(Options(timeout_s=0.01, on_timeout="kill"))).id
-            await asyncio.sleep(0.05)
+            box = (await manager.create(Options(on_timeout="kill"))).id
+            manager.keep_alive(box, 1e-9)
             expired = manager.store.expired
 
             def read(now: float) -> list[Record]:
@@ -369,14 +370,13 @@ def test_idle(fake_root: Assets, gates: Gates) -> None:
 
     async def test() -> None:
         async with opened(fake_root, gates) as manager:
-            box = (await manager.create(Options(idle_s=0.05))).id
+            box = (await manager.create(Options(idle_s=1000))).id
             program = await manager.exec(box, Command("sleep 1000", detach=True))
-            await asyncio.sleep(0.1)
+            manager.machines.running[box].used -= 2000
             await sweep(manager)
             assert manager.store.get(box).state is State.RUNNING
             await program.kill()
             await program.wait()
-            await asyncio.sleep(0.1)
             await sweep(manager)
             assert manager.store.get(box).state is State.PAUSED
 
@@ -415,9 +415,7 @@ def test_a_machine_that_dies(fake_root: Assets, gates: Gates) -> None:
             driver = manager.driver
             assert isinstance(driver, FakeDriver)
             driver.crash(box)
-            for _ in range(100):
-                if manager.store.get(box).state is State.ENDED:
-                    break
+            while manager.store.get(box).state is not State.ENDED:
                 await asyncio.sleep(0.01)
             assert manager.store.get(box).reason == "the guest's kernel panicked"
             again = await manager.create(Options(snapshot="before"))
@@ -469,9 +467,7 @@ def test_a_pool(fake_root: Assets, gates: Gates) -> None:
     async def test() -> None:
         async with opened(fake_root, gates, pool_low=1, pool_high=3) as manager:
             first = await manager.create(Options())
-            for _ in range(100):
-                if manager.pool.size() == 3:
-                    break
+            while manager.pool.size() < 3:
                 await asyncio.sleep(0.01)
             assert manager.pool.size() == 3
             spawned = len([step for step, _ in gates.passed if step is Step.SPAWNED])

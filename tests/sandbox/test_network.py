@@ -94,7 +94,7 @@ def test_policies(qemu_root: Assets, outside: None) -> None:
         finally:
             await manager.close()
 
-    run(test(), limit_s=100)
+    run(test())
 
 
 def test_names(qemu_root: Assets, outside: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_names(qemu_root: Assets, outside: None, monkeypatch: pytest.MonkeyPatch
         finally:
             await manager.close()
 
-    run(test(), limit_s=100)
+    run(test())
 
 
 def test_rules_name_what_is_wrong() -> None:

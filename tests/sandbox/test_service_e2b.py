@@ -214,8 +214,8 @@ def test_a_program_is_listened_to_again(client: httpx.Client) -> None:
     which = {"process": {"pid": one["pid"]}}
     assert call(client, made, "process.Process/SendInput", which | {"input": {"stdin": data}}).status_code == 200
     assert call(client, made, "process.Process/CloseStdin", which).status_code == 200
-    thread.join(10)
-    again.join(10)
+    thread.join(50)
+    again.join(50)
     assert {"event": {"keepalive": {}}} in [fields for _, fields in first]
     assert [fields["event"]["data"] for _, fields in second if "data" in fields.get("event", {})] == [{"stdout": data}]
     assert second[-1] == (2, {})

@@ -39,7 +39,7 @@ static void handle(uint32_t type, uint32_t id, const uint8_t *body, uint32_t len
     case KILL: process_kill(id, number(body, length, 0)); break;
     case RESIZE: process_resize(id, number(body, length, 0), number(body, length, 4)); break;
     case DISCARD:
-      if ((s = stream_find(id))) s->discard |= number(body, length, 0);
+      if ((s = stream_find(id))) stream_discard(s, number(body, length, 0));
       break;
     case CREDIT:
       if ((s = stream_find(id))) s->credit += number(body, length, 0);

@@ -27,7 +27,7 @@ int wire_listener(void);
 void wire_accept(void);
 int wire_connected(void);
 int wire_pending(void);
-int wire_room(void);            // true if a data frame of full size can be queued
+int wire_room(void);            // true if a data frame of full size can be queued, and many small ones
 void wire_flush(void);
 void wire_receive(void (*handle)(uint32_t type, uint32_t stream, const uint8_t *body, uint32_t length));
 void wire_send(uint32_t type, uint32_t stream, const void *body, uint32_t length);
@@ -62,6 +62,7 @@ extern struct stream *streams;
 struct stream *stream_new(uint32_t id);
 struct stream *stream_find(uint32_t id);
 void stream_forget_all(void);   // a new host: programs go on, their output is dropped
+void stream_discard(struct stream *s, int which);  // bits as in `discard`; a file is closed
 void stream_pump(struct stream *s, int which);
 void stream_feed(struct stream *s);
 void stream_settle(struct stream *s);  // report the end, free what is done

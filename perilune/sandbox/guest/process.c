@@ -121,7 +121,7 @@ static pid_t fork_into(const char *group) {
   return pid;
 }
 
-static _Noreturn void child(struct request *r, struct stream *s, int in, int out, int err, int report) {
+static _Noreturn void child(struct request *r, int in, int out, int err, int report) {
   char home[256], text[300];
   uid_t uid = 0;
   gid_t gid = 0;
@@ -195,7 +195,7 @@ void process_spawn(uint32_t id, const uint8_t *body, uint32_t length) {
   error = errno;
   memcpy(s->group, next_group, sizeof s->group);
   s->pid = bad ? -1 : fork_into(s->group);
-  if (!s->pid) child(&r, s, in[0], out[1], err[1], report[1]);
+  if (!s->pid) child(&r, in[0], out[1], err[1], report[1]);
   if (s->pid < 0 && !bad) error = errno;
   if (report[1] >= 0) close(report[1]);
   if (in[0] >= 0) close(in[0]);

@@ -39,11 +39,16 @@ static void close_output(struct stream *s, int which) {
   s->out[which] = -1;
 }
 
+void stream_discard(struct stream *s, int which) {
+  s->discard |= which;
+  if (!s->pid && s->out[0] >= 0) close_output(s, 0);
+}
+
 void stream_pump(struct stream *s, int which) {
   static uint8_t buffer[FRAME_MAX];
   int drop = s->discard >> which & 1;
   uint32_t most = drop ? sizeof buffer : s->credit < sizeof buffer ? s->credit : sizeof buffer;
-  if (!most) return;
+  if (!most || (!drop && !wire_room())) return;  // others may have taken the room since this one was found readable
   ssize_t n = read(s->out[which], buffer, most);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (n <= 0) {

@@ -91,6 +91,14 @@ void wire_end(uint32_t stream, int error) {
   wire_send(END, stream, body, 4 + n);
 }
 
+// Requests may be shorter than their answers.
+static void wait_for_room(void) {
+  while (fd >= 0 && !wire_room() && wire_connected()) {
+    wire_flush();
+    if (!wire_room()) poll(&(struct pollfd){.fd = fd, .events = POLLOUT}, 1, 100);
+  }
+}
+
 void wire_receive(void (*handle)(uint32_t, uint32_t, const uint8_t *, uint32_t)) {
   ssize_t n = read(fd, in + in_length, sizeof in - in_length);
   if (n <= 0) {
@@ -104,6 +112,7 @@ void wire_receive(void (*handle)(uint32_t, uint32_t, const uint8_t *, uint32_t))
     memcpy(&header, in + at, sizeof header);
     if (header.magic != MAGIC || header.length > FRAME_MAX) { at++; continue; }  // after a cut frame: look for the next
     if (in_length - at < sizeof header + header.length) break;
+    wait_for_room();
     handle(header.type, header.stream, in + at + sizeof header, header.length);
     at += sizeof header + header.length;
   }

@@ -14,7 +14,7 @@ from perilune.sandbox.errors import Conflict, NotFound, SandboxError, Unavailabl
 
 URL = "http://127.0.0.1:8049"
 # Longer than any transition; programs have limits of their own, and their streams none here.
-TIMEOUT_S = 120.0
+TIMEOUT_S = 180.0
 _KINDS: Mapping[int, type[SandboxError]] = {404: NotFound, 409: Conflict, 503: Unavailable}
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from perilune.sandbox.driver import Command, Process
 from perilune.sandbox.errors import GuestError, NotFound, SandboxError
 from perilune.sandbox.service import connect
+from perilune.sandbox.service.bodies import Size
 from perilune.sandbox.service.context import Context
 from perilune.sandbox.service.envd_files import FILES
 from perilune.sandbox.service.errors import Refused, response
@@ -104,8 +106,7 @@ async def _start(ctx: Context, box: str, request: Request, fields: Fields) -> Pr
     if not argv[0]:
         raise Refused(400, "invalid", "process.cmd is empty; it must name a program", "process.cmd")
     limit = request.headers.get("connect-timeout-ms", "")
-    size = (fields.get("pty") or {}).get("size")
-    pty = None if size is None else (int(size.get("rows", 24)), int(size.get("cols", 80)))
+    pty = _size(fields)
     command = Command(
         argv,
         env={str(key): str(value) for key, value in (config.get("envs") or {}).items()},
@@ -234,10 +235,22 @@ async def _close_stdin(ctx: Context, box: str, fields: Fields) -> Fields:
 
 
 async def _update(ctx: Context, box: str, fields: Fields) -> Fields:
-    size = (fields.get("pty") or {}).get("size")
+    size = _size(fields)
     if size is not None:
-        await _program(ctx, box, fields).process.resize(int(size.get("rows", 24)), int(size.get("cols", 80)))
+        await _program(ctx, box, fields).process.resize(*size)
     return {}
+
+
+def _size(fields: Fields) -> tuple[int, int] | None:
+    """Rows and columns of a terminal, as bodies.Size allows them."""
+    size = (fields.get("pty") or {}).get("size")
+    if size is None:
+        return None
+    try:
+        given = Size.model_validate(size)
+    except ValidationError as error:
+        raise Refused(400, "invalid", f"pty.size is {size!r}; {error.errors()[0]['msg']}", "pty.size") from None
+    return given.rows, given.cols
 
 
 CALLS: dict[str, Callable[[Context, str, Fields], Awaitable[Fields]]] = {

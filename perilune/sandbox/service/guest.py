@@ -70,7 +70,7 @@ async def run(ctx: Ctx, sandbox_id: str, body: Exec, request: Request) -> dict[s
     process = await start(ctx, sandbox_id, command)
     if body.stream:
         program = ctx.programs.add(sandbox_id, process, command, body.tag)
-        return Stream(_lines(program), LINES)
+        return _streamed(program)
     if body.detach or body.interactive:
         ctx.programs.add(sandbox_id, process, command, body.tag, awaited=False)
         return {"pid": process.pid}
@@ -109,9 +109,11 @@ async def _kill(process: Process) -> None:
         await process.kill()
 
 
-async def _lines(program: Program) -> AsyncGenerator[bytes, None]:
+def _streamed(program: Program) -> Stream:
     heard = False
-    try:
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        nonlocal heard
         yield _line({"pid": program.process.pid})
         async with contextlib.aclosing(program.listen()) as pieces:
             async for piece in pieces:
@@ -122,9 +124,12 @@ async def _lines(program: Program) -> AsyncGenerator[bytes, None]:
         except SandboxError as error:
             yield _line({"error": body_of(refused(error))})
         heard = True
-    finally:
+
+    async def closed() -> None:
         if not heard and not program.command.detach:
             await _kill(program.process)
+
+    return Stream(lines(), LINES, closed=closed)
 
 
 def _line(fields: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from perilune.sandbox.service.errors import Refused
 from perilune.sandbox.service.guest import start
 from perilune.sandbox.service.streaming import Stream
 
+Headers = list[tuple[bytes, bytes]]
 ANSWER_S = 60.0
 # netcat where there is one (busybox, most images), else Python.
 _RELAY = """
@@ -66,17 +67,23 @@ async def answer(ctx: Context, box: str, port: int, request: Request) -> Respons
         await conversation.close()
         raise
 
-    async def body() -> AsyncGenerator[bytes, None]:
-        try:
-            async for data in conversation.body():
-                yield data
-        finally:
-            sending.cancel()
-            await conversation.close()
+    async def closed() -> None:
+        sending.cancel()
+        await conversation.close()
 
-    answered = Stream(body(), status_code=head.status_code)
-    answered.raw_headers = [(name, value) for name, value in head.headers if name.lower() not in _HOP]
+    answered = Stream(conversation.body(), status_code=head.status_code, closed=closed)
+    answered.raw_headers = forwarded(list(head.headers))
     return answered
+
+
+def forwarded(headers: Headers) -> Headers:
+    """The headers that are for the other end: without those of one connection, and those that `Connection` names
+    (RFC 9110, 7.6.1), and without a length where the body says its own (RFC 9112, 6.3)."""
+    lower = [(name.lower(), value) for name, value in headers]
+    named = {part.strip().lower() for name, value in lower if name == b"connection" for part in value.split(b",")}
+    if any(name == b"transfer-encoding" for name, _ in lower):
+        named.add(b"content-length")
+    return [(name, value) for name, value in lower if name not in _HOP | named]
 
 
 class _Conversation:
@@ -95,12 +102,11 @@ class _Conversation:
             await self.close()
 
     async def _send(self, request: Request, port: int) -> None:
-        names = {name for name, _ in request.headers.raw}
-        headers = [(name, value) for name, value in request.headers.raw if name not in _ROUTING | _HOP]
-        if b"transfer-encoding" in names and b"content-length" not in names:
+        headers = [(name, value) for name, value in forwarded(request.headers.raw) if name not in _ROUTING]
+        if b"transfer-encoding" in {name for name, _ in request.headers.raw}:
             headers.append((b"transfer-encoding", b"chunked"))
-        path = request.scope["raw_path"].decode("ascii")
-        target = f"{path}?{request.url.query}" if request.url.query else path
+        query = request.scope["query_string"]
+        target = request.scope["raw_path"] + (b"?" + query if query else b"")
         headers += [(b"host", f"localhost:{port}".encode()), (b"connection", b"close")]
         await self._write(h11.Request(method=request.method, target=target, headers=headers))
         async for data in request.stream():
@@ -132,7 +138,7 @@ class _Conversation:
             if isinstance(event, h11.ConnectionClosed):
                 raise h11.RemoteProtocolError("connection refused")
 
-    async def body(self) -> AsyncIterator[bytes]:
+    async def body(self) -> AsyncGenerator[bytes, None]:
         while True:
             event = await self._next()
             if not isinstance(event, h11.Data):
@@ -144,4 +150,4 @@ class _Conversation:
             await self._process.kill()
 
 
-__all__ = ["ANSWER_S", "answer", "tunnel"]
+__all__ = ["ANSWER_S", "answer", "forwarded", "tunnel"]

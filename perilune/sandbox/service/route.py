@@ -15,7 +15,7 @@ from perilune.sandbox.service.context import Context
 from perilune.sandbox.service.errors import Refused, response
 from perilune.sandbox.service.metrics import Metrics
 
-_HOST = re.compile(r"(\d{1,5})-([0-9a-z-]+)\.(.+)")
+_HOST = re.compile(r"([0-9]{1,5})-([0-9a-z-]+)\.(.+)")
 # Bodies that are files; all others are small.
 _FILES = ("/files", "/folder")
 
@@ -25,9 +25,9 @@ def destination(request: Request, domain: str) -> tuple[str, int] | None:
     box = request.headers.get("e2b-sandbox-id")
     port = request.headers.get("e2b-sandbox-port")
     if box is None:
-        host = request.headers.get("host", "").rsplit(":", 1)[0]
+        host = request.headers.get("host", "").rsplit(":", 1)[0].lower()
         found = _HOST.fullmatch(host)
-        if found is None or found[3] != domain:
+        if found is None or found[3] != domain.lower():
             return None
         port, box = found[1], found[2]
     if port is None or not port.isdigit() or not 0 < int(port) < 65536:

@@ -61,6 +61,9 @@ class _Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             lifespan="on",
+            # Of what may be installed: the parser whose heads are bounded, and no web sockets, which have no route.
+            http="h11",
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

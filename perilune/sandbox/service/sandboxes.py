@@ -82,6 +82,7 @@ async def _create(ctx: Context, body: NewSandbox, timeout_s: float) -> Record:
         )
     )
     if body.resumes():
+        record = manager.store.get(record.id)
         record = manager.store.move(record, record.state, spec={**record.spec, "auto_resume": True})
     return record
 

@@ -25,12 +25,14 @@ async def fork(ctx: Ctx, sandbox_id: str, body: Fork | None = None) -> list[Json
     results = await ctx.manager.fork(sandbox_id, given.count, given.label, given.barrier_id)
     answers = []
     for result in results:
-        if isinstance(result, SandboxError):
-            answers.append({"error": body_of(refused(result))})
-            continue
-        if given.timeout is not None:
-            ctx.manager.keep_alive(result.id, given.timeout)
-        answers.append({"sandbox": views.created(ctx.manager, result, ctx.config.domain)})
+        try:
+            if isinstance(result, SandboxError):
+                raise result
+            if given.timeout is not None:
+                ctx.manager.keep_alive(result.id, given.timeout)
+            answers.append({"sandbox": views.created(ctx.manager, result, ctx.config.domain)})
+        except SandboxError as error:  # also of one that has ended already: the others are told
+            answers.append({"error": body_of(refused(error))})
     return answers
 
 
