@@ -32,6 +32,7 @@ from serve_replay import replay
 from perilune import ModelConfig, Transformer
 from perilune.model import load, save
 from perilune.serve import Engine, EngineConfig, Params
+from perilune.serve.cache.room import allocate
 from perilune.serve.control import sleep
 
 
@@ -153,7 +154,7 @@ def ttft(model: Transformer, options: argparse.Namespace) -> Iterator[dict[str, 
 def evict(engine: Engine) -> None:
     """Write everything that can be back to the host, as pressure would."""
     arena = engine.cache.arenas[0]
-    pages = engine.cache._allocate(0, arena.capacity, engine.clock())
+    pages = allocate(engine.cache, 0, arena.capacity, engine.clock())
     if pages:
         arena.free(pages)
 

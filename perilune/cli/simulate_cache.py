@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -57,9 +58,10 @@ class SimulateCache:
 
 def run(arguments: list[str]) -> None:
     args = parse(SimulateCache, "simulate-cache", arguments, DESCRIPTION)
-    for name in ("budget_gb", "host_gb"):
-        if not getattr(args, name) >= 0:
-            raise Error(f"{name} is {getattr(args, name)}; must be >= 0")
+    budgets = [("budgets_gb", size) for size in args.budgets_gb]
+    for name, size in [("budget_gb", args.budget_gb), ("host_gb", args.host_gb), *budgets]:
+        if not 0 <= size < inf:
+            raise Error(f"{name} is {size}; must be >= 0 and finite")
     geometry = Geometry.of(args.geometry, args.kv, args.page_tokens, args.prefix_match_unit)
     trace = read(args.trace, args.prefix_match_unit, args.offsets, args.limit)
     if args.compare is not None:

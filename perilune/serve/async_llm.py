@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from perilune.serve.llm import LLM, Prompt
 from perilune.serve.request import Output, Params
 
 T = TypeVar("T")
+Tell = Callable[[BaseException], None]
 _IDLE = 0.002  # seconds between looks at an engine that waits for copies or for memory
 _LOST = 5.0  # seconds that an engine which has failed has to come out of its step
 _FAILURES = 64  # steps in a row that raise before the engine is given up
@@ -66,10 +68,12 @@ class AsyncLLM:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.tokenizer, self.config = llm.tokenizer, llm.engine.config  # to read
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Callable[[], None], Tell | None]] = queue.SimpleQueue()
+        self._obeyed: Tell | None = None  # of the command that is being done
         self._tickets: dict[int, Ticket] = {}
         self._failures = 0
         self._closing = False  # no new requests
+        self._broken: str | None = None  # why the thread has ended before its time
         self._stopped = threading.Event()
         self._gate = threading.Lock()  # between asking whether the thread runs and asking it for something
         self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
@@ -83,7 +87,7 @@ class AsyncLLM:
         `answer.error`.
         """
         ticket = Ticket(asyncio.get_running_loop())
-        self._send(lambda: self._add(ticket, prompt, params or Params(), options))
+        self._send(lambda: self._add(ticket, prompt, params or Params(), options), ticket.give)
         try:
             while True:
                 got = await ticket.deltas.get()
@@ -94,7 +98,7 @@ class AsyncLLM:
                     return
         finally:
             if not ticket.over:
-                self._send(lambda: self._abort(ticket), late=True)
+                self._send(lambda: self._abort(ticket))
 
     async def generate(self, prompt: Prompt, params: Params | None = None, **options: Any) -> Answer:
         """The answer of one request, as `stream` gives it with the last delta. Cancelling aborts the request."""
@@ -105,15 +109,7 @@ class AsyncLLM:
 
         Raises what it raises. Requests wait meanwhile.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if not future.done():
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)  # type: ignore[arg-type]
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def work() -> None:
             result, error = None, None
@@ -121,30 +117,33 @@ class AsyncLLM:
                 result = function(self._llm)
             except BaseException as raised:
                 error = raised
-            loop.call_soon_threadsafe(settle, result, error)
+            settle(future, result, error)
 
-        self._send(work)
+        self._send(work, lambda error: settle(future, None, error))
         return await future
 
     async def drain(self, seconds: float | None = None) -> None:
         """Take no new request, wait until all have ended, then end the thread. After `seconds` the rest is aborted."""
         self._closing = True
-        self._send(lambda: None, late=True)  # wakes the thread
-        begin = time.monotonic()
-        end = None if seconds is None else begin + seconds
+        self._send(lambda: None)  # wakes the thread
+        end = None if seconds is None else time.monotonic() + seconds
+        lost: float | None = None
         while not self._stopped.is_set():
-            if self.failure is not None and time.monotonic() > begin + _LOST:
-                self._lose(self.failure)  # its thread waits for a rank that is not there
-                return
+            failure = self.failure
+            if failure is not None:
+                lost = lost or time.monotonic() + _LOST
+                if time.monotonic() > lost:
+                    self._give_up(failure)  # its thread waits for a rank that is not there
+                    return
             if end is not None and time.monotonic() >= end:
-                self._send(self._abort_all, late=True)
+                self._send(self._abort_all)
                 end = None
             await asyncio.sleep(0.005)
 
     @property
     def failure(self) -> str | None:
-        """`LLM.failure`: why nothing is answered again."""
-        return self._llm.failure
+        """Why nothing is answered again: `LLM.failure`, or what ended the engine's thread."""
+        return self._broken or self._llm.failure
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -156,17 +155,46 @@ class AsyncLLM:
 
     # --- any thread
 
-    def _send(self, command: Callable[[], None], late: bool = False) -> None:
-        """late: of one who only ends something: it is done already where the thread has ended."""
+    def _send(self, command: Callable[[], None], tell: Tell | None = None) -> None:
+        """tell: who waits for it is told with this if it is never done. None: of one who only ends something, which is
+        done already where the thread has ended."""
         with self._gate:
             if not self._stopped.is_set():
-                self._commands.put(command)
-            elif not late:
+                self._commands.put((command, tell))
+            elif tell is not None:
                 raise self._over("the engine has been drained; it takes no request")
+
+    def _lose(self, failure: str) -> None:
+        """Nothing comes any more: tell all who wait."""
+        self._closing = True
+        for ticket in [*self._tickets.values()]:
+            ticket.give(EngineError(failure, "failed"))
+        self._tickets.clear()
+
+    def _give_up(self, failure: str) -> None:
+        """The thread has ended, or does nothing again: tell those too who wait for it to listen."""
+        with self._gate:
+            self._stopped.set()
+        self._lose(failure)
+        waiting = [self._obeyed]
+        with suppress(queue.Empty):
+            while True:
+                waiting.append(self._commands.get_nowait()[1])
+        for tell in waiting:
+            if tell is not None:
+                tell(EngineError(failure, "failed"))
 
     # --- the engine's thread
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._broken = f"the engine's thread has ended: {error!r}"
+            self._give_up(self._broken)
+            raise
+
+    def _work(self) -> None:
         device = self._llm.engine.pools.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -187,8 +215,9 @@ class AsyncLLM:
         """Do what was asked. wait: seconds for the first, None for ever, since nothing else is to be done."""
         try:
             while True:
-                self._commands.get(wait != 0, wait)()
-                wait = 0
+                command, self._obeyed = self._commands.get(wait != 0, wait)
+                command()
+                self._obeyed, wait = None, 0
         except queue.Empty:
             pass
 
@@ -221,18 +250,12 @@ class AsyncLLM:
                 if output.finished is None:  # its event loop is gone
                     self._llm.abort(output.id)
         if engine.idle and engine.scheduler.stands_still():
-            for request in engine.scheduler.requests():
-                engine.scheduler.abort(request.id, "error", "memory is full of holds without an end")
+            with engine.alone():
+                for request in engine.scheduler.requests():
+                    engine.scheduler.abort(request.id, "error", "memory is full of holds without an end")
         if not engine.busy:
             return None
         return _IDLE if engine.idle else 0
-
-    def _lose(self, failure: str) -> None:
-        """Nothing comes any more: tell all who wait."""
-        self._closing = True
-        for ticket in [*self._tickets.values()]:
-            ticket.give(EngineError(failure, "failed"))
-        self._tickets.clear()
 
     def _over(self, why: str) -> EngineError:
         """What one who comes after the end is told."""
@@ -251,7 +274,8 @@ class AsyncLLM:
         ticket.give(Delta("", Output(ticket.id)))
 
     def _abort(self, ticket: Ticket) -> None:
-        if ticket.id is not None and not ticket.over:
+        # Nobody waits for what it gives, which no step may do for long.
+        if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
             self._llm.abort(ticket.id)
 
     def _abort_all(self) -> None:
@@ -265,6 +289,19 @@ class AsyncLLM:
             del self._tickets[id]
 
 
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """End a future from another thread. A loop that was closed waits for nothing any more."""
+    if isinstance(error, StopIteration):  # which no future takes
+        error = RuntimeError(f"raised {error!r}")
+
+    def work() -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    with suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(work)
+
+
 async def last(deltas: AsyncGenerator[Delta, None]) -> Answer:
     """The answer that a stream ends with. Cancelling closes the stream, which aborts its request."""
     try:
@@ -276,4 +313,4 @@ async def last(deltas: AsyncGenerator[Delta, None]) -> Answer:
     raise AssertionError("a stream ends with an answer")
 
 
-__all__ = ["AsyncLLM", "Delta", "Ticket", "last"]
+__all__ = ["AsyncLLM", "Delta", "Ticket", "last", "settle"]

@@ -39,7 +39,8 @@ def update_weights(
             _fits(own, name, value)
         _complete(own, {name for name, _ in weights}, before)
     engine.land()
-    engine.scheduler.new_version(version, running, engine.clock())
+    with engine.alone():
+        engine.scheduler.new_version(version, running, engine.clock())
     engine.incomplete = f"the update of the weights to version {version} has failed; update them again"
     replaced = set[str]()
     with torch.no_grad():
@@ -79,8 +80,9 @@ def sleep(engine: Engine, level: int = 1) -> None:
     if engine.asleep:
         raise Error(f"the engine sleeps at level {engine.asleep} already")
     engine.land()
-    engine.scheduler.drop_all(engine.clock())
-    engine.runner.release(weights=level == 2)
+    with engine.alone():
+        engine.scheduler.drop_all(engine.clock())
+        engine.runner.release(weights=level == 2)
     if level == 2:
         engine.incomplete = "the weights were dropped by sleep(2); update_weights with all of them"
     if engine.pools.device.type == "cuda":

@@ -126,7 +126,7 @@ class Engine:
             mask=mask,
             priority=priority,
         )
-        with self._alone():
+        with self.alone():
             self.scheduler.add(request, remote)
         return request.id
 
@@ -161,7 +161,7 @@ class Engine:
             raise EngineError(why, "unavailable")
         if self.paused:
             return []
-        with self._alone(), self._whole():
+        with self.alone(), self._whole():
             while self._late:
                 self.scheduler.abort(self._late.pop())
             flight = self._flight or self._begin(self.scheduler.schedule(self.clock()))
@@ -177,7 +177,7 @@ class Engine:
     @torch.inference_mode()
     def land(self) -> None:
         """Wait for a step that was begun early; the next `step` gives its outputs. Before weights or memory change."""
-        with self._alone(), self._whole():
+        with self.alone(), self._whole():
             flight, self._flight = self._flight, None
             if flight is not None:
                 for chunk in flight.chunks:
@@ -199,7 +199,8 @@ class Engine:
         A request added with `hold=` leaves a checkpoint at its very end and holds it: see `Output.hold`.
         """
         chain = Chain.of(list(tokens), self.config.match_unit, salt, self.scheduler.version)
-        number = self.scheduler.holds.take(chain, self.clock(), checked(seconds), len(tokens))
+        with self.alone():
+            number = self.scheduler.holds.take(chain, self.clock(), checked(seconds), len(tokens))
         return self.held(number, tokens, salt)
 
     def held(self, number: int, tokens: Sequence[int], salt: str = "") -> Hold:
@@ -208,7 +209,8 @@ class Engine:
 
     def fork(self, hold: Hold, copies: int) -> list[Hold]:
         """So many more holds of the same prefix, each to be released by itself. Raises Error for one that has ended."""
-        return self.scheduler.holds.fork(hold, copies, self.clock())
+        with self.alone():
+            return self.scheduler.holds.fork(hold, copies, self.clock())
 
     def renew(self, hold: Hold, seconds: float) -> None:
         """Move the end of a hold to so long from now. Raises Error for one that has ended."""
@@ -216,27 +218,32 @@ class Engine:
 
     def release(self, hold: Hold) -> None:
         """Give up a hold. One that has ended is ignored. Raises Error for another engine's."""
-        self.scheduler.holds.give_back(self.scheduler.holds.mine(hold))
+        with self.alone():
+            self.scheduler.holds.give_back(self.scheduler.holds.mine(hold))
 
     def export(self, hold: Hold) -> Segment:
         """The bytes of a held prefix: see `segment`. Raises Error for a hold that has ended, or of nothing."""
         holds = self.scheduler.holds
         lease = holds.lease(holds.mine(hold), self.clock())
-        return segment.export(self._memory, self.cache, lease, hold.tokens, hold.salt, hold.version)
+        with self.alone():
+            return segment.export(self._memory, self.cache, lease, hold.tokens, hold.salt, hold.version)
 
     def put(self, value: Segment) -> int:
         """Take another engine's segment into the cache; how many tokens it makes reusable. Raises as `segment.put`."""
         if self.asleep:
             raise EngineError(f"the engine sleeps at level {self.asleep}; wake it first", "unavailable")
-        return segment.put(self._memory, self.cache, value, self.scheduler.version, self.clock(), self.config.exact)
+        with self.alone():
+            return segment.put(self._memory, self.cache, value, self.scheduler.version, self.clock(), self.config.exact)
 
     def delivered(self, id: int) -> None:
         """A request added with `remote=True` waits no longer, whether its segment came or not."""
-        self.scheduler.delivered(id)
+        with self.alone():
+            self.scheduler.delivered(id)
 
     def clear_cache(self) -> None:
         """Forget every prefix that no request uses."""
-        live.clear(self.cache)
+        with self.alone():
+            live.clear(self.cache)
 
     def check_integrity(self) -> None:
         """Recount pages, slots, leases and states between two steps. Raises AssertionError: a bug, never a request."""
@@ -246,8 +253,8 @@ class Engine:
     # --- inside a step
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Raise Error where another thread, or a callback of a request, is inside a step."""
+    def alone(self) -> Iterator[None]:
+        """For who changes requests or the cache. Raises Error where another thread, or a request's callback, does."""
         if not self._lock.acquire(blocking=False):
             raise Error("a step of this engine is running; one thread uses an engine, and callbacks leave it alone")
         try:

@@ -38,11 +38,16 @@ class Holds(dict[int, Lease]):
     def take(self, chain: Chain, now: float, seconds: float, limit: int) -> int:
         """Lease the longest prefix of at most `limit` tokens, brought to the device if need be; the hold's number."""
         lease = self._cache.acquire(chain, now, limit, now + seconds)
-        if not lease.ready:
-            arrived = self._device.fetch(lease.copies)
-            while not arrived():
-                pass
-            self._cache.arrived(lease)
+        try:
+            if not lease.ready:
+                arrived = self._device.fetch(lease.copies)
+                while not arrived():
+                    pass
+                self._cache.arrived(lease)
+        except BaseException:
+            self._cache.release(lease)
+            self._device.settle()
+            raise
         return self.keep(lease)
 
     def keep(self, lease: Lease) -> int:

@@ -80,7 +80,11 @@ class LLM:
         assert model is not None
         self.tokenizer = tokenizer
         config = config or EngineConfig(_quarter(model.lm_head.weight.device))
-        self.engine = Engine(model, config, drafter, ranks=self._ranks)
+        try:
+            self.engine = Engine(model, config, drafter, ranks=self._ranks)
+        except BaseException:
+            self.close()
+            raise
         self._streams: dict[int, Stream] = {}
         self._kept: tuple[list[tuple[str, Output]], list[Answer]] = ([], [])
 
@@ -159,7 +163,8 @@ class LLM:
             stream = self._streams.get(output.id)
             if stream is None:  # nobody waits for it any more
                 if output.hold is not None:
-                    self.engine.scheduler.holds.give_back(output.hold)
+                    with self.engine.alone():
+                        self.engine.scheduler.holds.give_back(output.hold)
                 continue
             pieces.append((stream.push(output), output))
             if output.finished is not None:

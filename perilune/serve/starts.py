@@ -40,18 +40,24 @@ def admit(scheduler: Scheduler, now: float) -> None:
 def _start(scheduler: Scheduler, request: Request, now: float) -> bool:
     chain, cache = scheduler.admission.chain(request, scheduler.version), scheduler.cache
     lease = cache.acquire(chain, now, scheduler.admission.limit(request))
-    stage = live.reserve(cache, lease, chain, request.length, now, request.turn)
+    try:
+        stage = live.reserve(cache, lease, chain, request.length, now, request.turn)
+        arrived = None if stage is None or lease.ready else scheduler.device.fetch(lease.copies)
+    except BaseException:  # the request waits on
+        cache.release(lease)
+        scheduler.device.settle()
+        raise
     if stage is None:
         cache.release(lease)
         return False
     scheduler.waiting.remove(request)
     request.lease, request.stage, request.slot = lease, stage, scheduler.slots.pop()
     request.version, request.publish, request.cold = scheduler.version, True, False
-    if lease.ready:
+    if arrived is None:
         begin(scheduler, request)
     else:
         request.move(State.PREFETCHING)
-        scheduler.fetching.append((request, scheduler.device.fetch(lease.copies)))
+        scheduler.fetching.append((request, arrived))
     return True
 
 

@@ -153,7 +153,7 @@ def prompt(length: int, seed: int, vocabulary: int = 64) -> list[int]:
 __all__ = ["GREEDY", "alone", "join", "make", "prompt", "run", "serve", "small_model", "tiny_model", "with_graphs"]
 
 
-def soon(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+def soon(what: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether it becomes true within so many seconds."""
     end = time.monotonic() + seconds
     while not what():

@@ -1,12 +1,10 @@
-"""The prefix cache against a dict of exact prefixes, and the rules that public bugs of other caches teach."""
+"""The rules of the prefix cache, and those that public bugs of other caches teach."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from perilune.errors import Error
 from perilune.serve.cache import (
@@ -14,6 +12,7 @@ from perilune.serve.cache import (
     HOST,
     Arena,
     Chain,
+    Copy,
     Eviction,
     Geometry,
     Lease,
@@ -23,11 +22,11 @@ from perilune.serve.cache import (
     PrefixCache,
     Stage,
     check_integrity,
+    live,
 )
 
 UNIT = 4
 SMALL = Geometry(token_bytes=1, state_bytes=10, page_tokens=4, match_unit=UNIT, grid=4)
-WIDE = Geometry(token_bytes=1, state_bytes=10, page_tokens=16, match_unit=UNIT, grid=4)  # pages hold four units
 
 
 def chain(tokens: list[int], unit: int = UNIT, salt: str = "", version: int = 0) -> Chain:
@@ -157,6 +156,20 @@ def test_where_requests_leave_is_remembered_at_the_checkpoint_that_served_them()
     assert list(cache.match(chain(shared[:33])).node.splits) == [36]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 6])
+def test_a_checkpoint_inside_a_unit_belongs_to_its_tenant_and_weights(length: int) -> None:
+    """A prefix shorter than a unit has no key of its own to name them."""
+    cache = PrefixCache(SMALL, 1000)
+    tokens = list(range(length))
+    mine = chain(tokens, salt="a", version=1)
+    lease = cache.acquire(mine, 0)
+    stage = cache.stage(lease, mine, [Mark(length, "turn")], 0)
+    assert stage is not None
+    cache.landed(lease, stage, 0)
+    for salt, version, hit in (("a", 1, length), ("b", 1, 0), ("a", 2, 0)):
+        assert cache.match(chain([*tokens, 9], salt=salt, version=version)).depth == hit
+
+
 def test_nothing_is_matchable_before_it_has_landed() -> None:
     cache = PrefixCache(SMALL, 1000)
     first = chain(list(range(20)))
@@ -244,6 +257,24 @@ def test_state_and_kv_go_to_the_host_and_return_together() -> None:
     assert cache.match(chain(first)).node.tier == DEVICE  # type: ignore[union-attr]
 
 
+def test_a_hit_on_its_way_from_the_host_is_not_replaced_by_the_same_tokens_computed_again() -> None:
+    cache = PrefixCache(SMALL, 80, 1000)
+    first, longer = chain(list(range(20))), chain(list(range(40)))
+    request(cache, list(range(20)))
+    request(cache, [500 + i for i in range(40)], 1)
+    request(cache, [700 + i for i in range(20)], 1)
+    cold = cache.acquire(longer, 2, limit=0)
+    stage = cache.stage(cold, longer, [Mark(36, "prompt")], 2)
+    assert stage is not None
+    lease = cache.acquire(first, 3)
+    assert not lease.ready
+    cache.landed(cold, stage, 4)
+    cache.arrived(lease)
+    assert lease.node is not None
+    assert lease.node.state is not None
+    check_integrity(cache)
+
+
 def test_what_is_quarantined_is_never_served_again() -> None:
     cache = PrefixCache(SMALL, 1000)
     request(cache, list(range(20)))
@@ -258,6 +289,61 @@ def test_what_is_quarantined_is_never_served_again() -> None:
     cache.release(lease)
     check_integrity(cache)
     assert cache.arenas[DEVICE].free_pages == cache.arenas[DEVICE].capacity
+
+
+@pytest.mark.parametrize("extra", [0, 8])
+def test_what_is_quarantined_does_not_come_back_below_another_checkpoint(extra: int) -> None:
+    """While a bad prefix is leased, another request computes it anew; one that had hit it goes on."""
+    cache = PrefixCache(SMALL, 1000)
+    tokens = list(range(40))
+    request(cache, tokens[:20])
+    lease = cache.acquire(chain(tokens), 1)
+    assert lease.node is not None
+    bad = {*lease.node.pages, *(lease.node.state or ())}
+    derived = cache.stage(lease, chain(tokens), [Mark(36, "prompt")], 1)
+    assert derived is not None
+    bad |= {*derived.pages, *derived.states[0]}
+    cache.quarantine(chain(tokens))
+    assert request(cache, tokens[: 21 + extra], 2) == 0
+    cache.landed(lease, derived, 3)
+    cache.release(lease)
+    check_integrity(cache)
+    fresh = cache.acquire(chain(tokens), 4)
+    assert fresh.depth == 20 + extra
+    assert fresh.node is not None
+    assert not bad & {*live.table(cache, fresh), *(fresh.node.state or ())}
+
+
+def test_a_write_back_that_fails_changes_nothing() -> None:
+    def fail(_: Copy) -> None:
+        raise OSError("no route to the host's memory")
+
+    cache = PrefixCache(SMALL, 60, 1000, copy=fail)
+    request(cache, list(range(20)))
+    other = chain([500 + i for i in range(40)])
+    lease = cache.acquire(other, 1)
+    with pytest.raises(OSError, match="no route"):
+        cache.stage(lease, other, [Mark(36, "prompt")], 1)
+    cache.release(lease)
+    check_integrity(cache)
+    assert cache.match(chain(list(range(20)))).depth == 16
+
+
+def test_a_hit_that_cannot_make_room_for_itself_leaves_no_lease() -> None:
+    broken = False
+
+    def copy(_: Copy) -> None:
+        if broken:
+            raise OSError("no route to the host's memory")
+
+    cache = PrefixCache(SMALL, 60, 1000, copy=copy)
+    request(cache, list(range(20)))
+    request(cache, [500 + i for i in range(40)], 1)  # the first one is on the host now
+    broken = True
+    with pytest.raises(OSError, match="no route"):
+        cache.acquire(chain(list(range(20))), 2)
+    assert cache.leases == 0
+    check_integrity(cache)
 
 
 def test_figure_12_of_the_report() -> None:
@@ -298,68 +384,6 @@ def test_errors() -> None:
         Eviction("fifo")
 
 
-TOKENS = st.lists(st.integers(0, 1), max_size=24)
-STEP = st.tuples(st.sampled_from(["run", "run", "run", "open", "land", "abort", "quarantine", "fork"]), TOKENS, TOKENS)
-
-
-@settings(max_examples=150)
-@given(
-    steps=st.lists(STEP, max_size=40),
-    geometry=st.sampled_from([SMALL, WIDE]),
-    device=st.integers(0, 160),
-    host=st.sampled_from([0, 60, 400]),
-    keep=st.sampled_from([0, 2]),
-    eviction=st.sampled_from(["auto", "gain", "lru"]),
-)
-def test_any_interleaving_hits_only_what_was_written(
-    steps: list[tuple[str, list[int], list[int]]], geometry: Geometry, device: int, host: int, keep: int, eviction: str
-) -> None:
-    """The model: the set of exact prefixes whose states have landed. Every page carries the prefix written in it."""
-    cache = PrefixCache(geometry, device, host, Placement(keep=keep, min_turn=1), eviction)
-    written: set[tuple[int, ...]] = set()
-    running: list[tuple[Lease, list[int], object]] = []
-
-    def land(lease: Lease, tokens: list[int], stage: object, now: float) -> None:
-        if not lease.ready:
-            cache.arrived(lease)
-            assert all(node.tier == DEVICE for node in lease.nodes)
-        if lease.node is not None:
-            assert lease.node.state is not None
-        if stage is not None:
-            cache.landed(lease, stage, now)  # type: ignore[arg-type]
-            written.update(tuple(tokens[: mark.depth]) for mark in stage.marks)  # type: ignore[attr-defined]
-        cache.release(lease)
-
-    for now, (step, head, rest) in enumerate(steps):
-        tokens = [2, *head, *rest]
-        if step in ("run", "open", "fork"):
-            whole = chain(tokens)
-            lease = cache.acquire(whole, now, limit=max(0, 1 + len(head) - 1))
-            assert lease.depth <= len(head)
-            assert lease.depth == 0 or tuple(tokens[: lease.depth]) in written
-            assert (lease.node.end if lease.node else 0) == lease.depth
-            marks = cache.plan(lease, 1 + len(head), len(tokens), exact=True)
-            stage = cache.stage(lease, whole, marks, now)
-            if step == "fork" and lease.ready:
-                running += [(fork, tokens, None) for fork in cache.fork(lease, 2)]
-            if step == "run":
-                land(lease, tokens, stage, now)
-            else:
-                running.append((lease, tokens, stage))
-        elif step == "land" and running:
-            land(*running.pop(len(head) % len(running)), now)
-        elif step == "abort" and running:
-            cache.release(running.pop(len(head) % len(running))[0])
-        elif step == "quarantine":
-            cache.quarantine(chain(tokens), len(head))
-            written -= {tuple(tokens[:end]) for end in range(len(head) + 1, len(tokens) + 1)}
-        check_integrity(cache)
-    for lease, _, _ in running:
-        cache.release(lease)
-    check_integrity(cache)
-    assert cache.leases == 0
-
-
 def test_the_shortest_prefix_that_can_hit_is_known() -> None:
     cache = PrefixCache(Geometry.of("kimi-k3", match_unit=512), 10**10)
     shortest = cache.min_hittable_tokens()
@@ -392,10 +416,7 @@ def lifetimes(count: int) -> None:
     for lease, _ in running:
         cache.release(lease)
     check_integrity(cache)
-    for node in list(cache.tree.root.below()):
-        for below in [*cache._subtree(node)][::-1]:
-            if below.parent is not None:
-                cache._remove(below, tidy=False)
+    live.clear(cache)
     assert [arena.free_pages for arena in cache.arenas] == [arena.capacity for arena in cache.arenas]
     assert cache.leases == 0
 

@@ -21,15 +21,16 @@ from engines import prompt, small_model, soon
 from serving import chat_model, tiny_tokenizer
 
 from perilune.model import save
-from perilune.serve import LLM, AsyncLLM, EngineConfig, EngineError, Params, Replicas
+from perilune.serve import LLM, AsyncLLM, EngineConfig, EngineError, Params, Replicas, processes
+from perilune.serve.request import State
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds child processes in /proc"),
 ]
 CONFIG = EngineConfig(6_000_000, slots=2, token_budget=1024)
 # Seconds from the kill to the last error, and from there to the end of the last process; on a quiet machine under one.
-TOLD, GONE = 20.0, 20.0
+TOLD, GONE = 60.0, 60.0
 
 
 def children(pid: int) -> set[int]:
@@ -108,25 +109,30 @@ def test_a_lead_that_breaks_off_alone_is_out_of_step_and_says_so(folder: Path, m
     """The other rank waits in a collective that never comes; nothing may go on from there."""
     others = children(os.getpid())
     llm = LLM(folder, CONFIG, ranks=2, device="cpu")
-    workers = children(os.getpid()) - others
+    workers, patience, end = children(os.getpid()) - others, list[float](), processes.end
+    monkeypatch.setattr(processes, "end", lambda process, seconds: (patience.append(seconds), end(process, seconds)))
     try:
         llm.generate([prompt(20, 0)], max_tokens=2)
 
         def broken(*_: object) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(llm.engine.runner.inner, "forward", broken)
+        forward = llm.engine.runner.inner.forward  # type: ignore[attr-defined]
+        llm.engine.runner.inner.forward = broken  # type: ignore[attr-defined]
         with pytest.raises(EngineError, match=r"rank 0 has failed.*out of memory") as error:
             llm.generate([prompt(20, 1)], max_tokens=2)
         assert error.value.kind == "failed"
-        monkeypatch.undo()
+        llm.engine.runner.inner.forward = forward  # type: ignore[attr-defined]
         with pytest.raises(EngineError, match="rank 0 has failed"):
             llm.generate([prompt(20, 1)], max_tokens=2)
-        begin = time.monotonic()
     finally:
         llm.close()
-    assert time.monotonic() - begin < 5
+    assert patience == [0.0]  # nobody waits for a rank that waits itself
     assert ended(workers)
+
+
+def running(llm: LLM) -> int:
+    return sum(request.state is State.DECODE for request in llm.engine.scheduler.requests())
 
 
 def test_a_replica_whose_rank_is_killed_ends_and_the_other_goes_on(folder: Path) -> None:
@@ -137,7 +143,8 @@ def test_a_replica_whose_rank_is_killed_ends_and_the_other_goes_on(folder: Path)
         mine = llm._processes[0].pid
         long = Params(max_tokens=2000, temperature=0)
         tasks = [asyncio.create_task(llm.generate(prompt(20 + i, i), long)) for i in range(2)]
-        await asyncio.sleep(0.5)
+        while await llm.call(running) != [1, 1]:
+            await asyncio.sleep(0.01)
         os.kill(next(iter(children(mine))), signal.SIGKILL)
         done, _ = await asyncio.wait(tasks, timeout=TOLD, return_when=asyncio.FIRST_COMPLETED)
         (lost,) = done
@@ -149,7 +156,7 @@ def test_a_replica_whose_rank_is_killed_ends_and_the_other_goes_on(folder: Path)
         await llm.drain(0)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(main(), 100))
+    asyncio.run(asyncio.wait_for(main(), 200))
     assert soon(lambda: ended(children(os.getpid()) - others), GONE)
 
 
@@ -187,6 +194,13 @@ def ask(url: str, got: list[str]) -> None:
         got.append(f"lost: {error!r}")
 
 
+def counted(url: str) -> tuple[float, ...]:
+    """How many requests run, and how many wait."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return tuple(sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names)
+
+
 @pytest.mark.parametrize("victim", ["a rank", "the server"])
 def test_the_command_ends_with_the_processes_it_needs(served: tuple[subprocess.Popen[str], str], victim: str) -> None:
     """A rank: every client reads an error, the port closes, the command exits with 2. The server: its rank ends too."""
@@ -197,8 +211,7 @@ def test_the_command_ends_with_the_processes_it_needs(served: tuple[subprocess.P
     threads = [threading.Thread(target=ask, args=(url, got)) for got in answers]
     for thread in threads:
         thread.start()
-    assert soon(lambda: "vllm:num_requests_running" in httpx.get(f"{url}/metrics").text, 20)
-    time.sleep(1.0)
+    assert soon(lambda: counted(url) == (2, 2), 60)
     os.kill(next(iter(workers)) if victim == "a rank" else process.pid, signal.SIGKILL)
     begin = time.monotonic()
     for thread in threads:

@@ -17,7 +17,7 @@ from test_control import twin, weights_of
 from perilune import Error
 from perilune.serve import LLM, Engine, EngineConfig, Output, Params
 from perilune.serve.cache import Placement
-from perilune.serve.control import sleep, update_weights
+from perilune.serve.control import sleep, update_weights, wake
 
 NAN, INF = float("nan"), float("inf")
 
@@ -286,6 +286,10 @@ def test_a_step_that_raises_loses_no_piece_of_other_requests() -> None:
 
 def test_a_second_thread_is_told() -> None:
     engine = make(small_model(), exact=False)
+    (output,) = serve(engine, [prompt(90, 9)], hold=60.0)
+    assert output.hold is not None
+    held = engine.held(output.hold, prompt(90, 9) + output.tokens)
+    segment = engine.export(held)
     first = engine.add(prompt(60, 0), GREEDY)
     second = engine.add(prompt(60, 1), GREEDY)
     inside, go = threading.Event(), threading.Event()
@@ -305,6 +309,13 @@ def test_a_second_thread_is_told() -> None:
         lambda: engine.add([1], GREEDY),
         lambda: update_weights(engine, weights_of(1).items(), 1),
         lambda: sleep(engine),
+        lambda: engine.hold(prompt(60, 0), 1.0),
+        lambda: engine.fork(held, 2),
+        lambda: engine.release(held),
+        lambda: engine.export(held),
+        lambda: engine.put(segment),
+        lambda: engine.delivered(first),
+        engine.clear_cache,
     ]
     for call in calls:
         try:
@@ -318,7 +329,39 @@ def test_a_second_thread_is_told() -> None:
     outputs = run(engine)
     assert outputs[second].finished == "abort"
     assert outputs[first].finished == "length"
+    engine.release(held)
     untouched(engine)
+
+
+@pytest.mark.parametrize("verb", ["sleep", "new weights", "clear"])
+def test_an_iterator_may_be_collected_while_the_engine_is_at_work(verb: str) -> None:
+    """Garbage is collected wherever memory is asked for: here as soon as a page is freed, in the middle of a verb."""
+    engine = make(twin(small_model()), exact=False)
+    serve(engine, [prompt(90, i) for i in range(3, 6)])
+    ids = [engine.add(prompt(90 + i, i), Params(max_tokens=30, temperature=0)) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+    collected, poison = list[int](), engine.cache.arenas[0].freed
+
+    def freed(page: int) -> None:
+        if not collected:
+            collected.extend(ids[1:])
+            for id in collected:
+                engine.abort(id)
+        poison(page)
+
+    engine.cache.arenas[0].freed = freed
+    if verb == "sleep":
+        sleep(engine)
+        wake(engine)
+    elif verb == "new weights":
+        update_weights(engine, weights_of(1).items(), 1)
+    else:
+        engine.clear_cache()
+    engine.cache.arenas[0].freed = poison
+    engine.check_integrity()
+    outputs = run(engine)
+    assert [outputs[id].finished for id in ids] == ["length", "abort", "abort"]
 
 
 @pytest.mark.parametrize("after", range(1, 5))

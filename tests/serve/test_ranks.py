@@ -21,7 +21,7 @@ from perilune.serve.ranks import Ranks
 from perilune.serve.ranks.link import Link
 from perilune.serve.ranks.shard import Cuts, Place, load_part
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 GREEDY = Params(max_tokens=8, temperature=0, logprobs=2)
 
 

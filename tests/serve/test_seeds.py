@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import pytest
 from engines import GREEDY, alone, make, prompt, run, serve, small_model
+from test_cache import SMALL, chain
+from test_cache import request as ask
 
 from perilune.ops.kda.decode import GRID
 from perilune.serve import Params
-from perilune.serve.cache import Placement, check_integrity
+from perilune.serve.cache import Placement, PrefixCache, check_integrity
 from perilune.serve.cache.geometry import GRID as CACHE_GRID
 
 BOTH = pytest.mark.parametrize("exact", [True, False])
@@ -36,12 +38,59 @@ def test_the_third_sibling_hits_where_the_first_two_parted(exact: bool) -> None:
     assert serve(engine, [starts[3]])[0].tokens == alone(model, starts[3], 8, exact)
 
 
+def hits(cache: PrefixCache, prompts: list[list[int]]) -> list[int]:
+    return [cache.match(chain(tokens)).depth for tokens in prompts]
+
+
+def test_a_busy_session_renews_the_state_it_uses_and_none_above_it() -> None:
+    """6: where a hit renews every state on its way, one long session drives out all that wait for their next turn."""
+    turns = [list(range(8 * i + 1)) for i in range(1, 7)]
+    waiting = [list(range(100 * i, 100 * i + 17)) for i in (1, 2)]
+    cache = PrefixCache(SMALL, 60 * SMALL.page_bytes, 0, Placement(keep=0), "lru")
+    for now, tokens in enumerate([*turns, *waiting]):
+        ask(cache, tokens, float(now))
+    for now in range(20, 30):
+        assert ask(cache, turns[-1], float(now)) == 48
+    lost = []
+    for i in range(8):
+        ask(cache, list(range(1000 * i + 1000, 1000 * i + 1017)), 30.0 + i)
+        lost += [depth for depth in (8, 16, 24, 32, 40, 48) if cache.match(chain(list(range(depth + 1)))).depth < depth]
+        if hits(cache, waiting) != [16, 16]:
+            break
+    assert set(lost) == {8, 16, 24, 32, 40}  # the states that the busy session has left behind went first
+    assert hits(cache, [turns[-1]]) == [48]
+
+
+@pytest.mark.parametrize("eviction", ["auto", "gain", "lru"])
+def test_a_session_that_grows_leaves_two_states_and_drives_nobody_out(eviction: str) -> None:
+    """6: there is room for the rows of its 20 turns and two of its states, not for one state a turn."""
+    turns = [list(range(8 * i + 1)) for i in range(1, 21)]
+    waiting = [list(range(1000 * i, 1000 * i + 17)) for i in (1, 2, 3)]
+    pages = len(waiting) * (4 + SMALL.state_pages) + 40 + 3 * SMALL.state_pages  # a third while a turn is left
+    cache = PrefixCache(SMALL, pages * SMALL.page_bytes, 0, Placement(), eviction)
+    for now, tokens in enumerate([*waiting, *turns]):
+        ask(cache, tokens, float(now))
+    assert hits(cache, [*waiting, turns[-1]]) == [16, 16, 16, 160]
+
+
 @BOTH
 def test_a_prompt_that_is_sent_again_hits_every_time(exact: bool) -> None:
     """12: a state stored on misses only gives a hit every other time."""
     engine = make(small_model(), exact)
     start = prompt(130, 0)
     assert [serve(engine, [start])[0].cached for _ in range(5)] == [0, 128, 128, 128, 128]
+
+
+@BOTH
+def test_a_state_that_has_the_last_token_in_it_is_of_no_use_to_its_prompt(exact: bool) -> None:
+    """32: the last token is computed for its logits; a state with it inside would take it twice."""
+    model = small_model()
+    engine = make(model, exact)
+    start = prompt(128, 0)
+    serve(engine, [start + prompt(64, 1)], marks=(64, 128))
+    (output,) = serve(engine, [start])
+    assert output.cached == 64
+    assert output.tokens == alone(model, start, 8, exact)
 
 
 @BOTH

@@ -92,6 +92,56 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         read(DATA / "conversation.jsonl", offsets=DATA / "agentic-offsets.json")
 
 
+ROW: dict[str, object] = {"timestamp": 0, "input_length": 1200, "output_length": 4, "hash_ids": [0, 1, 2]}
+
+
+def session(*request: object, **other: object) -> dict[str, object]:
+    return {"block": 64, "requests": [list(request)], **other}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ROW, {**ROW, "hash_ids": None}], r"line 2: hash_ids is missing; must be a list of integers >= 0"),
+        ([ROW, {**ROW, "hash_ids": [[1], [2]]}], r"line 2: hash_ids is \[\[1\], \[2\]\]"),
+        ([{**ROW, "hash_ids": [0]}], r"line 1: hash_ids has 1 entries; input_length 1200 has 2 whole blocks"),
+        ([ROW, {"timestamp": 0, "input_length": 1, "hash_ids": []}], r"line 2: output_length is missing"),
+        ([{**ROW, "output_length": -1}], r"line 1: output_length is -1; must be an integer from 0"),
+        ([{**ROW, "input_length": "1200"}], r"line 1: input_length is '1200'; must be an integer"),
+        ([{**ROW, "input_length": 10**15}], r"line 1: input_length is 10{15}; must be an integer from 1 to 16777216"),
+        ([{**ROW, "timestamp": -1}], r"line 1: timestamp is -1; must be a number >= 0"),
+        ([{**ROW, "timestamp": float("nan")}], r"line 1: timestamp is nan; must be a number >= 0"),
+        ([{**ROW, "timestamp": 9}, ROW], r"line 2: timestamp is 0; must be >= 9"),
+        ([session(0.0, 200, 70, 0, 0, [[1, 3]]), ROW], r"line 2: block is missing; must be the first line's, 64"),
+        ([session(block=0)], r"line 1: block is 0; must be an integer >= 1"),
+        ([session(requests=[])], r"line 1: requests is \[\]; must be a list of at least one request"),
+        ([session(0.0, 200)], r"line 1: requests\[0\] is \[0\.0, 200\]; must be \[t, input"),
+        ([session(-1.0, 200, 70, 0, 0, [[1, 3]])], r"line 1: requests\[0\] t is -1\.0; must be a number >= 0"),
+        ([session(0.0, 200, 70, 0, 9, [[1, 3]])], r"requests\[0\] keep is 9; must be an integer from 0 to 0"),
+        ([session(0.0, 200, 70, 0, 0, [[1, 10**12]])], r"length of a run is 10{12}; must be an integer from 0 to"),
+        ([session(0.0, 200, 70, 0, 0, 7)], r"requests\[0\] runs holds 7; must be a list of \[start, length\]"),
+        ([session(0.0, 300, 70, 0, 0, [[1, 3]])], r"requests\[0\] has 3 ids; input 300 has 4 whole blocks"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, rows: list[object], message: str) -> None:
+    (tmp_path / "trace").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(Error, match=message):
+        read(tmp_path / "trace")
+
+
+def test_a_broken_gzip_file_is_refused_and_an_empty_line_is_none(tmp_path: Path) -> None:
+    text = (json.dumps(ROW) + "\n\n") * 500
+    (tmp_path / "plain").write_text(text)
+    assert len(read(tmp_path / "plain").requests) == 500
+    packed = gzip.compress(text.encode())
+    for broken in (packed[:-20], packed[:2], packed[:40] + bytes(20) + packed[60:]):
+        (tmp_path / "packed").write_bytes(broken)
+        with pytest.raises(Error, match="cannot be read after line"):
+            read(tmp_path / "packed")
+    with pytest.raises(Error, match="limit is -1; must be >= 1"):
+        read(tmp_path / "plain", limit=-1)
+
+
 def test_vllm_align_loses_the_block_of_a_branch_and_hits_a_prompt_end() -> None:
     assert hits(VllmAlign(K3, PLENTY), "abcdefgh", "abcdefghij") == [0, 8]  # the partly filled tail of a prompt
     assert hits(VllmAlign(K3, PLENTY), "abcdefgh", "abcdefxy", "abcdefpq") == [0, 0, 0]  # inside a block: never
@@ -211,6 +261,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert plot.stat().st_size > 1000
     assert main(["simulate-cache", trace, "--policy", "marconi", "--host-gb", "1"]) == 2
     assert "has no host tier" in capsys.readouterr().err
+    for name in ("--budget-gb", "--host-gb", "--budgets-gb"):
+        for size in ("-1", "inf", "nan"):
+            assert main(["simulate-cache", trace, name, size]) == 2
+            assert f"{name[2:].replace('-', '_')} is {float(size)}; must be >= 0" in capsys.readouterr().err
 
 
 def test_cache_and_simulator_need_no_torch() -> None:

@@ -48,9 +48,12 @@ class Chain:
         return Chain(keys, len(tokens), unit, self.version, tokens, seed or self.seed)
 
     def tail(self, end: int) -> bytes:
-        """Digest of the tokens between the last whole unit before `end` and `end`; the keys cover what is before."""
+        """Digest of the tokens between the last whole unit before `end` and `end`; the keys cover what is before.
+
+        The seed is part of it, because no key covers it where `end` lies in the first unit.
+        """
         assert self.tokens is not None
-        return _digest(b"tail", array("q", self.tokens[end - end % self.unit : end]).tobytes())
+        return _digest(b"tail" + self.seed, array("q", self.tokens[end - end % self.unit : end]).tobytes())
 
 
 def _digest(before: bytes, data: bytes) -> bytes:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from perilune.serve.cache.cache import PrefixCache
 from perilune.serve.cache.tree import DEVICE, HOST, Node
-
-if TYPE_CHECKING:
-    from perilune.serve.cache.cache import PrefixCache
 
 
 def check_integrity(cache: PrefixCache) -> None:
@@ -30,7 +27,7 @@ def check_integrity(cache: PrefixCache) -> None:
         held[node.tier].update(node.pages + (node.state or []))
     for tier in (DEVICE, HOST):
         arena = cache.arenas[tier]
-        assert set(cache._nodes[tier]) == {node for node in nodes if node.tier == tier}, f"tier {tier} lost a node"
+        assert set(cache.nodes[tier]) == {node for node in nodes if node.tier == tier}, f"tier {tier} lost a node"
         _check_pages((arena.holders(page) for page in range(arena.capacity)), held[tier], arena.free_pages, tier)
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from perilune.serve.cache.cache import Lease, PrefixCache, Stage
+from perilune.serve.cache import insert
+from perilune.serve.cache.cache import PrefixCache
 from perilune.serve.cache.chain import Chain
+from perilune.serve.cache.lease import Lease, Stage
 from perilune.serve.cache.placement import Mark
-from perilune.serve.cache.tree import DEVICE, Node
+from perilune.serve.cache.room import allocate
+from perilune.serve.cache.tiers import remove, tidy
+from perilune.serve.cache.tree import DEVICE, Node, path
 
 
 def reserve(cache: PrefixCache, lease: Lease, chain: Chain, end: int, now: float, turn: int = 0) -> Stage | None:
     """Pages for the rows behind the hit up to token `end`; None if there is no room. `copies` says what to copy."""
-    cache._live(lease)
+    cache._leases.check(lease)
     start = lease.depth - lease.depth % cache.geometry.match_unit
-    pages = cache._allocate(DEVICE, cache.geometry.kv_pages(start, end), now)
+    pages = allocate(cache, DEVICE, cache.geometry.kv_pages(start, end), now)
     if pages is None:
         return None
     stage = Stage(chain, start, [], pages, [], turn)
@@ -28,11 +32,11 @@ def reserve(cache: PrefixCache, lease: Lease, chain: Chain, end: int, now: float
 
 def grow(cache: PrefixCache, lease: Lease, stage: Stage, end: int, now: float) -> bool:
     """Pages for the rows up to token `end`; False, and nothing changed, if there is no room."""
-    cache._live(lease)
+    cache._leases.check(lease)
     missing = cache.geometry.kv_pages(stage.start, end) - len(stage.pages)
     if missing <= 0:
         return True
-    pages = cache._allocate(DEVICE, missing, now)
+    pages = allocate(cache, DEVICE, missing, now)
     if pages is None:
         return False
     stage.pages += pages
@@ -41,8 +45,8 @@ def grow(cache: PrefixCache, lease: Lease, stage: Stage, end: int, now: float) -
 
 def mark(cache: PrefixCache, lease: Lease, stage: Stage, mark: Mark, now: float) -> list[int] | None:
     """Pages for the state of one more mark, to be written before `publish`; None if there is no room."""
-    cache._live(lease)
-    state = cache._allocate(DEVICE, cache.geometry.state_pages, now)
+    cache._leases.check(lease)
+    state = allocate(cache, DEVICE, cache.geometry.state_pages, now)
     if state is not None:
         stage.marks.append(mark)
         stage.states.append(state)
@@ -54,9 +58,9 @@ def publish(cache: PrefixCache, lease: Lease, stage: Stage, chain: Chain, now: f
 
     chain: the request's tokens so far, at least up to the deepest mark. The stage goes on with the same pages.
     """
-    cache._live(lease)
+    cache._leases.check(lease)
     stage.chain = chain
-    cache._publish(stage, set(stage.pages), now)
+    insert.publish(cache, lease, stage, set(stage.pages), cache.placement.keep, now)
     stage.marks, stage.states = [], []
 
 
@@ -73,15 +77,6 @@ def copies(cache: PrefixCache, lease: Lease, stage: Stage) -> tuple[list[int], l
     """Shared pages and the request's own pages that get their content: rows of the hit in pages it will extend."""
     shared = table(cache, lease)[stage.start // cache.geometry.page_tokens :]
     return shared, stage.pages[: len(shared)]
-
-
-def path(node: Node | None) -> list[Node]:
-    """The nodes from below the root down to `node`."""
-    nodes = []
-    while node is not None and node.parent is not None:
-        nodes.append(node)
-        node = node.parent
-    return nodes[::-1]
 
 
 def held_pages(cache: PrefixCache, more: Iterable[Node | None] = ()) -> int:
@@ -113,14 +108,14 @@ def clear(cache: PrefixCache) -> None:
         if node.parent is None or node.pins:
             continue
         if node.degree == 0:
-            cache._remove(node, tidy=False)
+            remove(cache, node)
         elif node.state is not None:
             cache.arenas[node.tier].free(node.state)
             node.state = None
     for node in [*cache.tree.nodes()]:
         if node.parent is not None:
-            cache._tidy(node)
-    cache._orders = [None, None]
+            tidy(cache, node)
+    cache.orders = [None, None]
 
 
 def _pages(nodes: Sequence[Node], size: int) -> list[int]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from perilune.serve.cache.chain import Chain
 
 DEVICE, HOST = 0, 1
 SPLITS = 16  # remembered depths at which requests left the paths below a checkpoint
-QUARANTINED = "quarantined"  # kind of a node that must not be matched, nor anything below it
+QUARANTINED = "quarantined"  # kind of a node that is out of every chain's reach, with all below it
 
 
 class Node:
@@ -107,11 +107,7 @@ class Tree:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes without the root, parents first."""
-        waiting = list(self.root.below())
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.below())
+        return islice(subtree(self.root), 1, None)
 
     def match(self, chain: Chain, limit: int, tier: int = HOST) -> Match:
         """The deepest checkpoint of at most `limit` tokens on the chain's path, in tiers up to `tier`."""
@@ -122,11 +118,10 @@ class Tree:
                 for (length, digest), leaf in node.tails.items():
                     end = node.end + length
                     known = best_depth < end <= min(limit, chain.length) and leaf.tier <= tier
-                    known = known and leaf.kind != QUARANTINED
                     if known and chain.tokens is not None and chain.tail(end) == digest:
                         best, best_depth = leaf, end
             child = node.children.get(keys[i]) if i < len(keys) else None
-            if child is None or child.tier > tier or child.kind == QUARANTINED:
+            if child is None or child.tier > tier:
                 break
             same = len(child.keys)
             if keys[i : i + same] != child.keys:
@@ -178,6 +173,19 @@ class Tree:
         parent.tails[node.tail] = node
         return node
 
+    def rename(self, node: Node) -> None:
+        """Give a node a name that no chain has; it keeps its place."""
+        parent = node.parent
+        assert parent is not None
+        if node.tail is not None:
+            del parent.tails[node.tail]
+            node.tail = node.tail[0], f"{QUARANTINED} {node.number}".encode()
+            parent.tails[node.tail] = node
+        else:
+            del parent.children[node.keys[0]]
+            node.keys[0] = QUARANTINED, node.number
+            parent.children[node.keys[0]] = node
+
     def detach(self, node: Node) -> None:
         """Take a node without anything below it out of the tree."""
         assert node.parent is not None
@@ -187,6 +195,24 @@ class Tree:
         else:
             del node.parent.children[node.keys[0]]
         node.parent = None
+
+
+def path(node: Node | None) -> list[Node]:
+    """The nodes from below the root down to `node`."""
+    nodes = []
+    while node is not None and node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
+
+
+def subtree(node: Node) -> Iterator[Node]:
+    """A node and all below it, parents first."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.below())
 
 
 def common(left: object, right: object) -> int:
@@ -199,4 +225,4 @@ def common(left: object, right: object) -> int:
     return same
 
 
-__all__ = ["DEVICE", "HOST", "QUARANTINED", "Match", "Node", "Tree"]
+__all__ = ["DEVICE", "HOST", "QUARANTINED", "Match", "Node", "Tree", "path", "subtree"]

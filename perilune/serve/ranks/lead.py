@@ -25,7 +25,6 @@ from perilune.model import Reader
 from perilune.serve import processes
 from perilune.serve.config import EngineConfig
 from perilune.serve.errors import EngineError
-from perilune.serve.loading import Loaded
 from perilune.serve.pools import Layout, Pools
 from perilune.serve.ranks.link import Link, Transport, connect
 from perilune.serve.ranks.segments import WholePools
@@ -51,12 +50,18 @@ class Setup:
     threads: int
 
 
-def meet(setup: Setup) -> tuple[torch.device, Link]:
-    """Join the ranks; this rank's device, and its link to the others."""
-    place, device = setup.place, torch.device(setup.device)
+def take_device(setup: Setup) -> torch.device:
+    """This rank's device, which is current from here on."""
+    device = torch.device(setup.device)
     if device.type == "cuda":
-        device = torch.device("cuda", place.rank)
+        device = torch.device("cuda", setup.place.rank)
         torch.cuda.set_device(device)
+    return device
+
+
+def meet(setup: Setup, device: torch.device) -> Link:
+    """Join the ranks; the link to the others."""
+    place = setup.place
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{setup.group}",
@@ -65,7 +70,7 @@ def meet(setup: Setup) -> tuple[torch.device, Link]:
         timeout=datetime.timedelta(seconds=setup.seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    return device, connect(device, place.rank, place.ranks, setup.transport, setup.seconds)
+    return connect(device, place.rank, place.ranks, setup.transport, setup.seconds)
 
 
 class Ranks:
@@ -118,17 +123,21 @@ class Ranks:
             for r in range(count)
         ]
         self._processes, self._pipes = list[processes.Process](), list[Connection]()
-        for setup in setups[1:]:
-            process, pipe = processes.start("perilune.serve.ranks.worker")
-            self._processes.append(process)
-            self._pipes.append(pipe)
-            pipe.send(setup)
         try:
-            self.device, self.link = meet(setups[0])
+            for setup in setups[1:]:
+                process, pipe = processes.start("perilune.serve.ranks.worker")
+                self._processes.append(process)
+                self._pipes.append(pipe)
+                with suppress(OSError):  # one that has ended already is told of by `_said`
+                    pipe.send(setup)
+            for pipe in self._pipes:  # the meeting waits long for one that will not come
+                self._said(pipe, "here")
+            self.device = take_device(setups[0])
+            self.link = meet(setups[0], self.device)
             self.model, self.cuts, mine = load_part(
                 folder, setups[0].place, self.device, dtype, packed, reader, self.link
             )
-            self.loaded = [mine, *map(self._ready, self._pipes)]
+            self.loaded = [mine, *(self._said(pipe, "ready") for pipe in self._pipes)]
             self.link.prepare(self.model.lm_head.weight.dtype)
         except BaseException:
             self._kill()
@@ -136,15 +145,15 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes, 1):
             threading.Thread(target=self._watch, args=(rank, pipe), daemon=True).start()
 
-    def _ready(self, pipe: Connection) -> Loaded:
+    def _said(self, pipe: Connection, expected: str) -> Any:
+        """What a rank says on its way: it is "here", and can meet the others; it is "ready", with what it read."""
         try:
             kind, what = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise Error("a rank has ended before it was ready; its own output says why") from None
-        if kind != "ready":
+        if kind != expected:
             raise Error(f"a rank has failed: {what}")
-        loaded: Loaded = what
-        return loaded
+        return what
 
     def _watch(self, rank: int, pipe: Connection) -> None:
         """Wait for what a rank says: it only ever says that it failed, or ends."""
@@ -166,23 +175,27 @@ class Ranks:
     def now(self, name: str, *arguments: Any) -> None:
         """Tell all ranks. Raises EngineError if one has failed."""
         self._queued.append((name, arguments))
+        queued, self._queued = self._queued, []
         if self.failure is None:
             try:
                 for pipe in self._pipes:
-                    pipe.send(self._queued)
+                    pipe.send(queued)
             except OSError as error:
                 self.failure = f"a rank has ended: {error}"
-        self._queued = []
+            except BaseException as error:
+                self.failure = f"rank 0 has failed: {error!r}"  # some have the command, others not
+                raise
         if self.failure is not None:
             raise EngineError(self.failure, "failed")
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """For what all ranks do. Whoever breaks off in it is out of step with the others, and the engine has failed:
-        raises EngineError, with the reason of the rank that was first."""
+    def together(self, name: str, *arguments: Any) -> Iterator[None]:
+        """`now`, and what this rank does of it. Whoever breaks off in it is out of step with the others, and the engine
+        has failed: raises EngineError, with the reason of the rank that was first."""
         try:
+            self.now(name, *arguments)
             yield
-        except Error:
+        except EngineError:
             raise
         except BaseException as error:
             end = time.monotonic() + BLAME
@@ -218,9 +231,10 @@ class Ranks:
 
     def _kill(self) -> None:
         for process in self._processes:
-            process.kill()
+            processes.end(process, 0)
         self._processes = []
         _leave()
+        self._folder.cleanup()
 
 
 def _leave() -> None:
@@ -228,4 +242,4 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-__all__ = ["Ranks", "Setup", "meet"]
+__all__ = ["Ranks", "Setup", "meet", "take_device"]

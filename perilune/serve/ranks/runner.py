@@ -37,8 +37,7 @@ class LeadRunner:
             self._known[chunk.slot] = len(table)
             what = (chunk.tokens, chunk.start, chunk.drafts, chunk.sampled, chunk.scored, chunk.decodes, chunk.exports)
             pieces.append((chunk.slot, table[known:], what))
-        self.ranks.now("forward", pieces, stats is not None, 0 if tokens_T is None else len(tokens_T))
-        with self.ranks.together():
+        with self.ranks.together("forward", pieces, stats is not None, 0 if tokens_T is None else len(tokens_T)):
             if tokens_T is not None:
                 tokens_T = tokens_T.contiguous()
                 dist.broadcast(tokens_T, 0)
@@ -47,8 +46,7 @@ class LeadRunner:
 
     def head(self, x_RD: torch.Tensor) -> torch.Tensor:
         x_RD = x_RD.contiguous()
-        self.ranks.now("head", tuple(x_RD.shape), x_RD.dtype)
-        with self.ranks.together():
+        with self.ranks.together("head", tuple(x_RD.shape), x_RD.dtype):
             return share_head(self.inner, x_RD)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -56,8 +54,7 @@ class LeadRunner:
 
     def put_weight(self, name: str, value: torch.Tensor) -> None:
         whole = value.detach().to(self.ranks.device).contiguous()
-        self.ranks.now("put_weight", name, tuple(whole.shape), whole.dtype)
-        with self.ranks.together():
+        with self.ranks.together("put_weight", name, tuple(whole.shape), whole.dtype):
             share_weight(self.inner, self.ranks.cuts, name, whole)
 
     def load(self, slot: int, state: Sequence[int], depth: int) -> None:

@@ -34,18 +34,15 @@ class WholePools:
         return self.pools.gather(pages)
 
     def gather_state(self, pages: Sequence[int]) -> torch.Tensor:
-        self.ranks.now("join_state", list(pages))
-        with self.ranks.together():
+        with self.ranks.together("join_state", list(pages)):
             return join_state(self.pools, self.layout, self.ranks.cuts.place, pages)
 
     def scatter(self, pages: Sequence[int], bytes_B: torch.Tensor) -> None:
-        self.ranks.now("take_rows", list(pages), bytes_B.shape[0])
-        with self.ranks.together():
+        with self.ranks.together("take_rows", list(pages), bytes_B.shape[0]):
             take_rows(self.pools, pages, bytes_B.to(self.pools.device))
 
     def scatter_state(self, pages: Sequence[int], bytes_B: torch.Tensor) -> None:
-        self.ranks.now("cut_state", list(pages), bytes_B.shape[0])
-        with self.ranks.together():
+        with self.ranks.together("cut_state", list(pages), bytes_B.shape[0]):
             cut_state(self.pools, self.layout, self.ranks.cuts.place, pages, bytes_B.to(self.pools.device))
 
 

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from perilune.model import Stats
 from perilune.serve.pools import Layout, Pools
 from perilune.serve.processes import end_with_pipe
-from perilune.serve.ranks.lead import Setup, meet
+from perilune.serve.ranks.lead import Setup, meet, take_device
 from perilune.serve.ranks.runner import share_head, share_weight, take_part
 from perilune.serve.ranks.segments import cut_state, join_state, take_rows
 from perilune.serve.ranks.shard import Cuts, load_part
@@ -86,9 +87,9 @@ class Worker:
         share_weight(self.runner, self.cuts, name, torch.empty(shape, dtype=dtype, device=self.device))
 
 
-def build(setup: Setup) -> tuple[Worker, Any]:
-    """This rank's part of the model, its memory, and what it read."""
-    device, link = meet(setup)
+def build(setup: Setup, device: torch.device) -> tuple[Worker, Any]:
+    """This rank's part of the model, its memory, and what it read. Waits for the other ranks."""
+    link = meet(setup, device)
     model, cuts, loaded = load_part(setup.folder, setup.place, device, setup.dtype, setup.packed, setup.reader, link)
     layout, whole = (
         Layout.of(config, setup.config, model.lm_head.weight.dtype) for config in (model.config, cuts.config)
@@ -112,12 +113,14 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     setup: Setup = pipe.recv()
     torch.set_num_threads(setup.threads)
+    commands: queue.SimpleQueue[list[tuple[str, tuple[Any, ...]]]] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(pipe, commands), daemon=True).start()
     try:
-        worker, loaded = build(setup)
+        device = take_device(setup)
+        pipe.send(("here", None))
+        worker, loaded = build(setup, device)
         pipe.send(("ready", loaded))
         worker.cuts.link.prepare(worker.runner.model.lm_head.weight.dtype)
-        commands: queue.SimpleQueue[list[tuple[str, tuple[Any, ...]]]] = queue.SimpleQueue()
-        threading.Thread(target=listen, args=(pipe, commands), daemon=True).start()
         while True:
             for name, arguments in commands.get():
                 if name == "end":
@@ -125,7 +128,8 @@ def main() -> None:
                     os._exit(0)
                 worker.do(name, arguments)
     except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
+        with suppress(OSError):
+            pipe.send(("failed", traceback.format_exc()))
         os._exit(1)
 
 

@@ -16,13 +16,16 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from perilune.errors import Error
+from perilune.serve.simulate.rows import agentic, conversation
 
 BLOCK = 512  # of a conversation trace
 
@@ -58,44 +61,63 @@ def read(
     one another. limit: the first so many sessions (agentic) or requests (conversation). Raises Error for a file that
     cannot be read, another format, or a unit that does not fit.
     """
-    lines = islice(_lines(Path(path)), limit)
-    first = next(lines, None)
-    if first is None:
+    if limit is not None and limit < 1:
+        raise Error(f"limit is {limit}; must be >= 1")
+    lines = list(islice(_lines(Path(path)), limit))
+    if not lines:
         raise Error(f"trace {str(path)!r} is empty; must hold one JSON object a line")
-    rows = [first, *lines]
+    first = lines[0][1]
     if "requests" in first:
-        return _agentic(rows, unit, _offsets(offsets))
+        block = first.get("block")
+        if type(block) is not int or block < 1:
+            raise Error(f"{lines[0][0]}: block is {block!r}; must be an integer >= 1")
+        for where, row in lines:
+            agentic(row, where, block)
+        return _agentic([row for _, row in lines], unit, _offsets(offsets))
     if "hash_ids" in first:
         if offsets is not None:
             raise Error(f"offsets is {str(offsets)!r}; a conversation trace has arrival times of its own")
-        return _conversation(rows, unit)
+        before = 0
+        for where, row in lines:
+            conversation(row, where, BLOCK)
+            if row["timestamp"] < before:
+                raise Error(f"{where}: timestamp is {row['timestamp']}; must be >= {before}, the line before's")
+            before = row["timestamp"]
+        return _conversation([row for _, row in lines], unit)
     raise Error(f"trace {str(path)!r} has lines with {sorted(first)}; must have 'requests' or 'hash_ids'")
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects, each with where it stands. Empty lines are none."""
+    number = 0
     try:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt") if packed else open(path, encoding="utf-8") as text:
+        with gzip.open(path, "rt", encoding="utf-8") if packed else open(path, encoding="utf-8") as text:
             for number, line in enumerate(text, 1):
-                row = json.loads(line)
+                if not line.strip():
+                    continue
+                row = json.loads(line.strip())
                 if not isinstance(row, dict):
-                    raise ValueError(f"line {number} holds a {type(row).__name__}")
-                yield row
-    except (OSError, EOFError) as error:
-        raise Error(f"trace {str(path)!r} cannot be read: {error}") from None
-    except ValueError as error:
-        raise Error(f"trace {str(path)!r} is not one JSON object a line: {error}") from None
+                    raise ValueError(f"it holds a {type(row).__name__}")
+                yield f"trace {str(path)!r} line {number}", row
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise Error(f"trace {str(path)!r} cannot be read after line {number}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise Error(f"trace {str(path)!r} line {number} is not one JSON object a line: {error}") from None
 
 
 def _offsets(path: str | Path | None) -> list[float] | None:
     if path is None:
         return None
     try:
-        return [float(at) for at in json.loads(Path(path).read_text(encoding="utf-8"))["offset_s"]]
+        starts = [float(at) for at in json.loads(Path(path).read_text(encoding="utf-8"))["offset_s"]]
+        if not all(0 <= at < inf for at in starts):
+            raise ValueError("one is negative or not finite")
+        return starts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Error(
-            f"offsets {str(path)!r} must be a JSON object with 'offset_s', a list of numbers: {error}"
+            f"offsets {str(path)!r} must be a JSON object with 'offset_s', a list of numbers >= 0: {error}"
         ) from None
 
 
