@@ -17,6 +17,7 @@ from perilune.chat import (
     Reasoning,
     Stream,
     StreamDecoder,
+    Tokenizer,
     collect,
     parser,
     render,
@@ -74,9 +75,8 @@ def run(arguments: list[str]) -> None:
             segments = render_k2(messages, thinking=args.thinking)
         prompt, _ = tokenizer.encode_segments(segments)
         sampling = Sampling(args.temperature, top_p=args.top_p, seed=min(args.seed + len(messages), LAST_SEED))
-        tokens = generate(model, prompt, args.max_tokens, sampling, {tokenizer.eos_id})
-        stream = Stream(parser("kimi_k3" if k3 else "kimi_k2"), Options(thinking=args.thinking))
-        reply = collect(show(events(tokens, StreamDecoder(tokenizer, skip_special=True), stream)))
+        tokens = generate(model, prompt, args.max_tokens, sampling, {tokenizer.eos_id, tokenizer.text_end_id})
+        reply = collect(show(events(tokens, tokenizer, k3, args.thinking)))
         messages.append({"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning})
 
 
@@ -88,10 +88,14 @@ def ask() -> str:
         return ""
 
 
-def events(tokens: Iterable[int], decoder: StreamDecoder, stream: Stream) -> Iterator[Event]:
+def events(tokens: Iterable[int], tokenizer: Tokenizer, k3: bool, thinking: bool) -> Iterator[Event]:
     """What the model says, as its tokens come."""
+    # All markers of the K2 family are special tokens; of Kimi-K3's the decoder keeps those that its parser needs.
+    decoder = StreamDecoder(tokenizer, skip_special=k3)
+    stream = Stream(parser("kimi_k3" if k3 else "kimi_k2"), Options(thinking=thinking))
     for token in tokens:
-        yield from stream.push(decoder.push([token]))
+        if token != tokenizer.text_end_id or token == tokenizer.eos_id:
+            yield from stream.push(decoder.push([token]))
     yield from stream.push(decoder.finish())
     yield from stream.finish()
 

@@ -8,8 +8,8 @@ from perilune.cli.parse import parse
 
 DESCRIPTION = """Train a small Kimi-K3-shaped model on real text on this machine's CPU, and measure what it learned.
 
-The text is the Python standard library's own sources. The work is fixed, five to ten minutes on two cores. Interrupted
-and started again, it continues where it was.
+The text is the Python standard library's own sources. The work is fixed: minutes on two free cores. Stopped and started
+again, it goes on from its newest checkpoint, one after each quarter of the steps.
 
 examples:
   perilune quickstart

@@ -109,7 +109,7 @@ def test_inconsistent_sizes_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
     hf["text_config"]["num_experts_per_token"] = 1000
     (tmp_path / "config.json").write_text(json.dumps(hf))
     assert main(["info", str(tmp_path)]) == 2
-    assert "top_k is 1000; must be between 1 and" in one_line(capsys)
+    assert "num_experts_per_token is 1000; must be between 1 and" in one_line(capsys)
 
 
 def test_an_unknown_own_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

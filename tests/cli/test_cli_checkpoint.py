@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from perilune.chat import Tokenizer, train_bpe
+from perilune.chat import Tokenizer, collect, train_bpe
+from perilune.chat.specials import K2
 from perilune.cli import main
+from perilune.cli.chat import events
 from perilune.config import ModelConfig
 from perilune.model import Transformer, initialize, save
 
@@ -188,3 +190,20 @@ def test_a_file_that_is_not_utf8_is_named(checkpoint: str, tmp_path: Path, capsy
     error = capsys.readouterr().err.splitlines()[-1]
     assert "latin.txt" in error
     assert "UTF-8" in error
+
+
+@pytest.mark.parametrize("family", ["k3", "k2"])
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("end", ["turn", "[EOS]"])
+def test_chat_tells_thoughts_from_the_answer(family: str, thinking: bool, end: str) -> None:
+    """In both formats, whose markers are special tokens; what ends an answer is not shown."""
+    words = train_bpe(["def main():\n    return 1\n"], 300)
+    if family == "k2":
+        first = min(words.specials.values())
+        words = Tokenizer(words._bpe, {name: first + i for i, name in enumerate(K2.values())})
+    before = {"k3": ["<|close|>", "think", "<|sep|>", "<|open|>", "response", "<|sep|>"], "k2": ["</think>"]}[family]
+    after = {"k3": ["<|close|>", "response", "<|sep|>", "<|close|>", "message", "<|sep|>"], "k2": []}[family]
+    parts = [*(["why", *before] if thinking else []), "yes", *after, words.eos_token if end == "turn" else end]
+    tokens = [id for part in parts for id in ([words.specials[part]] if part in words.specials else words.encode(part))]
+    reply = collect(events(tokens, words, family == "k3", thinking))
+    assert (reply.reasoning, reply.content) == ("why" if thinking else "", "yes")

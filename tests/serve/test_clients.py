@@ -33,13 +33,13 @@ def url():
 
 @pytest.fixture(scope="module")
 def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=110, max_retries=0) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def claude(url):
-    with anthropic.Anthropic(base_url=url, api_key="none", timeout=60, max_retries=0) as made:
+    with anthropic.Anthropic(base_url=url, api_key="none", timeout=110, max_retries=0) as made:
         yield made
 
 
@@ -278,7 +278,7 @@ def test_thinking_blocks_go_back_as_they_came(claude):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_use_and_its_result(claude, streamed):
     tool = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
-    request = {"model": "tiny", "max_tokens": 600, "tools": [tool], "messages": USER, "tool_choice": {"type": "any"}}
+    request = {"model": "tiny", "max_tokens": 300, "tools": [tool], "messages": USER, "tool_choice": {"type": "any"}}
     if streamed:
         with claude.messages.stream(**request) as stream:
             answer = stream.get_final_message()

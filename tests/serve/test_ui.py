@@ -201,13 +201,14 @@ def test_state_and_events(url):
             before = json.loads(next(lines).removeprefix("data: "))
             body = {"model": "tiny", "prompt": "a new prompt " * 20, "max_tokens": 1}
             assert client.post("/v1/completions", json=body).status_code == 200
-            after = next(json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
-            assert after["sums"]["requests"] == before["sums"]["requests"] + 1
+            pictures = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+            # One of the request while it waits may come first.
+            assert any(after["sums"]["requests"] == before["sums"]["requests"] + 1 for after in pictures)
 
 
 def test_the_page_is_free_and_the_picture_needs_the_key():
     config = ServerConfig(model_names=("tiny",), api_keys=("right",), drain_seconds=2)
-    with serving(config) as url, httpx2.Client(base_url=url) as client:
+    with serving(config) as url, httpx2.Client(base_url=url, timeout=60) as client:
         assert client.get("/ui/").status_code == client.get("/ui/app.js").status_code == 200
         for path in ("/ui/state", "/ui/events"):
             assert client.get(path).status_code == 401
@@ -216,13 +217,14 @@ def test_the_page_is_free_and_the_picture_needs_the_key():
 
 
 def test_a_stream_of_pictures_does_not_keep_a_server_from_stopping():
-    begin = None
-    with serving() as url, httpx2.Client(base_url=url, timeout=60) as client:
+    """Which would wait for it until it ends by itself, after 30 s."""
+    config = ServerConfig(model_names=("tiny",), drain_seconds=60)
+    with serving(config) as url, httpx2.Client(base_url=url, timeout=60) as client:
         stream = client.stream("GET", "/ui/events")
         answer = stream.__enter__()
         next(answer.iter_lines())
         begin = time.monotonic()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 25
 
 
 # --- colours

@@ -18,7 +18,7 @@ from perilune.serve.server.context import Context
 from perilune.serve.server.errors import anthropic_error, refusal
 from perilune.serve.server.exchange import Exchange, read_body
 from perilune.serve.server.job import Event, Job, Piece
-from perilune.serve.server.prepare import chat_job, conversation, counted, tokenize
+from perilune.serve.server.prepare import beside, chat_job, conversation, counted, tokenize
 from perilune.serve.server.reply import Whole
 from perilune.serve.server.tenants import Tenant
 from perilune.serve.server.wire import Json, event
@@ -48,22 +48,18 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Input tokens of a request, without an answer."""
-    context, _, body, _ = await read_body(request, CountTokens)
+    context, _, body, size = await read_body(request, CountTokens)
     translated = translate(body)
     try:
-        prompt = tokenize(context, conversation(context, translated.chat))
+        prompt = await beside(size, tokenize, context, conversation(context, translated.chat))
     except Error as error:
         raise refusal(error, translated.renamed) from None
     return Json({"input_tokens": counted(context, prompt)})
 
 
 async def _job(context: Context, tenant: Tenant, translated: Translated, size: int) -> Job:
-    chat = translated.chat
-    # Of the rendering: tools and thinking effort are messages of their own, before all others.
-    before = bool(chat.tools) + bool(chat.thinking) if context.k3 else bool(chat.tools)
-    marks = [1 if mark < 0 else before + mark for mark in translated.marks]
     try:
-        return await chat_job(context, chat, tenant, size, marks)
+        return await chat_job(context, translated.chat, tenant, size, translated.marks)
     except Error as error:
         raise refusal(error, translated.renamed) from None
 

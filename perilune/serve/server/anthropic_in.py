@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from perilune.errors import Error
-from perilune.serve.server.schema import Chat, Strict
+from perilune.serve.server.schema import Chat, Strict, Texts
 
 Object = dict[str, Any]
 # Anthropic's names of how much to think -> those of the chat format.
@@ -39,7 +39,7 @@ class Messages(CountTokens):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -48,7 +48,7 @@ class Messages(CountTokens):
 @dataclass
 class Translated:
     """chat: the request. renamed: its fields -> Anthropic's, for errors. marks: after how many of its messages the
-    client set `cache_control`; -1 is after the tools."""
+    client set `cache_control`; 0 is after the tools."""
 
     chat: Chat
     renamed: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def translate(body: CountTokens) -> Translated:
             renamed[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
             renamed[f"tools[{i}].function"] = f"tools[{i}]"
         if any(tool.get("cache_control") for tool in body.tools):
-            marks.append(-1)
+            marks.append(0)
     fields |= _choice(body.tool_choice) | _output(body.output_config)
     if isinstance(body, Messages):
         fields |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}

@@ -51,13 +51,26 @@ def arguments(schema: Schema) -> Format:
 def json_value(schema: Schema | bool) -> Format:
     """JSON text of a schema, without line breaks. Raises Error for a schema that cannot be followed."""
     try:
-        grammar = xgrammar.Grammar.from_json_schema(
-            json.dumps(plain(schema, schema if isinstance(schema, Mapping) else {}, budget())), any_whitespace=False
-        )
+        followed = plain(schema, schema if isinstance(schema, Mapping) else {}, budget())
+        grammar = xgrammar.Grammar.from_json_schema(json.dumps(followed), any_whitespace=False)
     except (RuntimeError, ValueError, RecursionError) as problem:
         raise Error(f"schema cannot be followed: {reason(problem)}") from None
     # Texts whose length is limited may hold control characters there; in JSON they may not.
-    return {"type": "grammar", "grammar": str(grammar).replace(r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]")}
+    text = str(grammar).replace(r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]")
+    # xgrammar passes over the patterns, which are in the grammar: they are for the end of an answer.
+    found = [{"pattern": each} for each in sorted({*patterns(followed)})]
+    return {"type": "grammar", "grammar": text, "patterns": found}
+
+
+def patterns(value: Any) -> Iterator[str]:
+    """The regular expressions in a format or a schema."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("pattern"), str):
+            yield value["pattern"]
+        value = [*value.values()]
+    if isinstance(value, list):
+        for each in value:
+            yield from patterns(each)
 
 
 def one_of(ways: list[Format]) -> Format:
@@ -206,4 +219,4 @@ def reason(problem: BaseException) -> str:
     return str(problem).split("] ", 1)[-1].split(": ", 1)[-1].splitlines()[0][:300]
 
 
-__all__ = ["PLAIN", "Format", "arguments", "constant", "json_value", "one_of", "reason", "sequence"]
+__all__ = ["PLAIN", "Format", "arguments", "constant", "json_value", "one_of", "patterns", "reason", "sequence"]

@@ -12,7 +12,7 @@ from perilune.serve.server.context import Context
 from perilune.serve.server.errors import ApiError
 from perilune.serve.server.exchange import read_body
 from perilune.serve.server.metrics import alive, look, total
-from perilune.serve.server.prepare import conversation, tokenize
+from perilune.serve.server.prepare import beside, conversation, tokenize
 from perilune.serve.server.reply import word
 from perilune.serve.server.schema import Detokenize, Tokenize
 from perilune.serve.server.wire import Json
@@ -43,8 +43,12 @@ async def models(request: Request) -> Response:
 
 async def tokenize_text(request: Request) -> Response:
     """Tokens of a text or of a conversation."""
-    context, _, body, _ = await read_body(request, Tokenize)
+    context, _, body, size = await read_body(request, Tokenize)
     context.check_model(body.model)
+    return await beside(size, _tokenized, context, body)
+
+
+def _tokenized(context: Context, body: Tokenize) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Error("prompt and messages are both given or both missing; give one of them")
     if body.prompt is not None:
@@ -59,8 +63,12 @@ async def tokenize_text(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """The text of tokens, special ones included."""
-    context, _, body, _ = await read_body(request, Detokenize)
+    context, _, body, size = await read_body(request, Detokenize)
     context.check_model(body.model)
+    return await beside(size, _detokenized, context, body)
+
+
+def _detokenized(context: Context, body: Detokenize) -> Response:
     if outside := [id for id in body.tokens if id >= context.tokenizer.vocab_size]:
         raise ApiError(400, f"tokens holds {outside[0]}; must be 0 to {context.tokenizer.vocab_size - 1}", "tokens")
     return Json({"prompt": context.tokenizer.decode(body.tokens)})

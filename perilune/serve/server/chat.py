@@ -14,7 +14,7 @@ from perilune.serve.server.context import Context
 from perilune.serve.server.exchange import Exchange, read_body
 from perilune.serve.server.job import Job, Piece
 from perilune.serve.server.params import answers
-from perilune.serve.server.prepare import chat_job, conversation, counted, rendered
+from perilune.serve.server.prepare import beside, chat_job, conversation, counted, rendered
 from perilune.serve.server.schema import Chat
 from perilune.serve.server.wire import Json, event
 
@@ -29,7 +29,7 @@ async def chat_completions(request: Request) -> Response:
     exchange = Exchange(request, context, tenant, [(job, index) for index in range(n)])
     model = context.check_model(body.model)
     if body.stream:
-        return await exchange.stream(lambda pieces: _chunks(context, body, job, model, pieces))
+        return await exchange.stream(lambda pieces: _chunks(context, body, job, n, model, pieces))
     wholes = await exchange.whole()
     choices: list[Object] = []
     for index, whole in enumerate(wholes):
@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
             choice["token_ids"] = whole.tokens
         choices.append(choice)
     out = {**reply.head("chat.completion", model, "chatcmpl"), "choices": choices}
-    out["usage"] = reply.usage(job.counted, wholes)
+    out["usage"] = reply.usage(job.counted, dict(enumerate(wholes)), n)
     if body.prompt_logprobs is not None:
         out["prompt_logprobs"] = reply.prompt_logprobs(context.tokenizer, wholes[0].prompt_logprobs)
     if body.return_token_ids:
@@ -51,7 +51,11 @@ async def chat_completions(request: Request) -> Response:
 
 async def render_chat(request: Request) -> Response:
     """What a conversation is to the model: its text, segments and tokens, without an answer."""
-    context, _, body, _ = await read_body(request, Chat)
+    context, _, body, size = await read_body(request, Chat)
+    return await beside(size, _rendering, context, body)
+
+
+def _rendering(context: Context, body: Chat) -> Response:
     segments = rendered(context, conversation(context, body))
     prompt, _ = context.tokenizer.encode_segments(segments)
     shown = [[segment.text, segment.special] for segment in segments]
@@ -66,7 +70,7 @@ async def render_chat(request: Request) -> Response:
 
 
 async def _chunks(
-    context: Context, body: Chat, job: Job, model: str, pieces: AsyncGenerator[tuple[int, Piece], None]
+    context: Context, body: Chat, job: Job, n: int, model: str, pieces: AsyncGenerator[tuple[int, Piece], None]
 ) -> AsyncGenerator[bytes, None]:
     options = body.stream_options
     head = reply.head("chat.completion.chunk", model, "chatcmpl")
@@ -75,7 +79,7 @@ async def _chunks(
     def chunk(index: int, delta: Object, **more: Any) -> bytes:
         out = {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]}
         if options is not None and options.continuous_usage_stats:
-            out["usage"] = reply.usage(job.counted, list(wholes.values()))
+            out["usage"] = reply.usage(job.counted, wholes, n)
         elif options is not None and options.include_usage:
             out["usage"] = None
         return event(out)
@@ -105,7 +109,7 @@ async def _chunks(
             extra = {**(more if not place else {}), **(end if last and piece.finished is not None else {})}
             yield chunk(index, delta, **extra)
     if options is not None and options.include_usage:
-        yield event({**head, "choices": [], "usage": reply.usage(job.counted, list(wholes.values()))})
+        yield event({**head, "choices": [], "usage": reply.usage(job.counted, wholes, n)})
 
 
 def _stop_reason(body: Chat, stopped_by: str | int | None) -> str | int | None:

@@ -15,7 +15,7 @@ from perilune.serve.server.context import Context
 from perilune.serve.server.exchange import Exchange, read_body
 from perilune.serve.server.job import Job, Piece
 from perilune.serve.server.params import answer_params, answers, check_policy, stops
-from perilune.serve.server.prepare import beside, compiled, priority
+from perilune.serve.server.prepare import SLOW, beside, compiled, priority
 from perilune.serve.server.schema import Completion
 from perilune.serve.server.structure import body_format
 from perilune.serve.server.tenants import Tenant
@@ -52,7 +52,7 @@ async def completions(request: Request) -> Response:
             choice |= {"token_ids": whole.tokens, "prompt_token_ids": job.prompt}
         choices.append(choice)
     out = {**reply.head("text_completion", model, "cmpl"), "choices": choices}
-    out["usage"] = reply.usage(sum(job.counted for job in jobs), wholes)
+    out["usage"] = reply.usage(sum(job.counted for job in jobs), dict(enumerate(wholes)), n)
     return Json(out)
 
 
@@ -67,7 +67,8 @@ async def _jobs(context: Context, body: Completion, tenant: Tenant, size: int) -
         raise Error(f"response_format is {type(body.response_format).__name__}; must be an object")
     if (body.response_format or {}).get("type") != "structural_tag":
         check_response_format(body.response_format)
-    format = body_format(body.response_format, body.structured_outputs)
+    schemas = body.response_format or body.structured_outputs
+    format = await beside(SLOW if schemas else size, body_format, body.response_format, body.structured_outputs)
     why = "structured_outputs" if body.structured_outputs is not None else "response_format"
     grammar = await compiled(context, format, why)
     jobs = []
@@ -92,12 +93,12 @@ def _prompts(context: Context, prompt: Any) -> list[list[int]]:
         if isinstance(one, str):
             begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
             out.append(begin + tokenizer.encode(one))
-        elif not isinstance(one, list) or not all(isinstance(token, int) and token is not True for token in one):
+        elif not isinstance(one, list) or not all(type(token) is int for token in one):
             raise Error(f"{where} is of type {type(one).__name__}; must be a text or a list of token ids")
         elif not all(0 <= token < vocabulary for token in one):
             raise Error(f"{where} holds a token id outside the vocabulary, 0 to {vocabulary - 1}")
         else:
-            out.append([int(token) for token in one])
+            out.append(one)
         if not out[-1]:
             raise Error(f"{where} is empty; needs at least one token")
     return out
@@ -147,10 +148,10 @@ async def _chunks(
             choice["token_ids"] = piece.tokens
         out = {**head, "choices": [choice]}
         if options is not None and options.continuous_usage_stats:
-            out["usage"] = reply.usage(prompt, list(wholes.values()))
+            out["usage"] = reply.usage(prompt, wholes, n)
         yield event(out)
     if options is not None and options.include_usage:
-        yield event({**head, "choices": [], "usage": reply.usage(prompt, list(wholes.values()))})
+        yield event({**head, "choices": [], "usage": reply.usage(prompt, wholes, n)})
 
 
 __all__ = ["completions"]

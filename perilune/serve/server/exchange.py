@@ -89,21 +89,22 @@ class Exchange:
         return wholes
 
     async def _pieces(self) -> Numbered:
-        tokens, cached = 0, 0
+        tokens, cached = 0, dict[int, int]()  # of each prompt
         reasons: dict[int, str] = {}
         with self.context.tenants.running_for(self.tenant, len(self.jobs)):
             try:
                 async with aclosing(merged(self.context, self.jobs)) as pieces:
                     async for place, piece in pieces:
                         tokens += len(piece.tokens)
-                        cached = max(cached, piece.cached)
+                        prompt = id(self.jobs[place][0])
+                        cached[prompt] = max(cached.get(prompt, 0), piece.cached)
                         if piece.finished is not None:
                             reasons[place] = piece.finished
                         yield place, piece
             finally:
                 ends = ",".join(sorted(set(reasons.values()))) if len(reasons) == len(self.jobs) else "gone"
-                prompt = sum(job.counted for job, index in self.jobs if index == 0)
-                note(self.request, prompt=prompt, cached=cached, answer=tokens, finished=ends)
+                read = sum(job.counted for job, index in self.jobs if index == 0)
+                note(self.request, prompt=read, cached=sum(cached.values()), answer=tokens, finished=ends)
 
 
 __all__ = ["Exchange", "note", "read_body"]

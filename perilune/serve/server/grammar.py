@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 
 import torch
 import xgrammar
@@ -15,22 +16,25 @@ import xgrammar
 from perilune.chat import Tokenizer
 from perilune.errors import Error
 from perilune.serve.config import MAX_DRAFTS
-from perilune.serve.server.arguments import Format, reason
+from perilune.serve.server.arguments import Format, patterns, reason
+from perilune.serve.server.endings import ends
 from perilune.serve.server.marks import K2, K3, RESERVED
 
 _LONGEST = 1024  # tokens that the shortest way through a grammar is followed for
 _KEPT = 1024  # grammars whose shortest way is remembered
 _CACHE = 256 << 20  # bytes of compiled grammars
+_ENDS = 4096  # tokens of the ends of a grammar's patterns, all together
 _AT_ONCE = 4  # grammars that are compiled at once: a large one takes seconds, and others need not wait for it
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """reserve: tokens that are kept for bringing an answer to its end."""
+    """reserve: tokens that are kept for bringing an answer to its end. ends: of its patterns, the shortest first."""
 
     compiled: xgrammar.CompiledGrammar
     reserve: int
     format: Format
+    ends: Sequence[Sequence[int]] = ()
 
 
 class Grammars:
@@ -41,18 +45,20 @@ class Grammars:
         marks = K3 if all(name in tokenizer.specials for name in K3) else K2
         words = [_word(tokenizer, id, marks) for id in range(min(tokenizer.vocab_size, vocabulary))]
         info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, vocab_size=vocabulary, stop_token_ids=self.ends)
-        self._reserves: dict[bytes, int] = {}
+        self._known: dict[bytes, tuple[int, list[list[int]]]] = {}  # reserve and ends
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "perilune-grammar")
+        self._encode = tokenizer.encode
         self.vocabulary = vocabulary
         closes = [tokenizer.specials[name] for name in _CLOSES if name in tokenizer.specials]
         brackets = [id for id, word in enumerate(words) if word and set(word) <= set(b"}]")]
         quotes, commas = ([id for id, word in enumerate(words) if word == end] for end in (b'"', b","))
         self.all = self.bits(range(vocabulary))
         # Tokens that bring an answer nearer to its end, the best first: inside a text, and between texts.
-        self.over, closing, quote = (self.bits(ids) for ids in (self.ends, closes, quotes))
-        self.in_text = [self.over, closing, quote]
-        self.between = [self.over, closing, self.bits(brackets), quote, self.bits(commas)]
+        self.over, closing, self.quote = (self.bits(ids) for ids in (self.ends, closes, quotes))
+        self.marks = [self.over, closing]
+        self.in_text = [self.quote]
+        self.between = [self.bits(brackets), self.quote, self.bits(commas)]
         self.both = [self.bits([id for id, word in enumerate(words) if word == end]) for end in (b"}", b"]")]
 
     async def compile(self, format: Format) -> Grammar:
@@ -67,15 +73,23 @@ class Grammars:
         except (RuntimeError, ValueError, RecursionError) as problem:
             raise Error(f"grammar cannot be followed: {reason(problem)}") from None
         name = blake2b(text.encode()).digest()
-        if name not in self._reserves:
-            if len(self._reserves) >= _KEPT:
-                self._reserves.clear()
-            self._reserves[name] = 64 + self._shortest(compiled) * 3 // 2
-        return Grammar(compiled, self._reserves[name], format)
+        if name not in self._known:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            made = self._ends(format)
+            self._known[name] = 64 + self._shortest(compiled, made) * 3 // 2, made
+        return Grammar(compiled, self._known[name][0], format, self._known[name][1])
 
-    def _shortest(self, compiled: xgrammar.CompiledGrammar) -> int:
+    def _ends(self, format: Format) -> list[list[int]]:
+        """Tokens of which some complete a pattern of the format wherever it is cut, the shortest first."""
+        texts = {end for pattern in patterns(format) for end in ends(pattern) if end}
+        made = sorted((self._encode(text) for text in texts), key=lambda tokens: (len(tokens), tokens))
+        sums = accumulate(map(len, made))
+        return [tokens for tokens, total in zip(made, sums, strict=True) if total <= _ENDS]
+
+    def _shortest(self, compiled: xgrammar.CompiledGrammar, made: Sequence[Sequence[int]]) -> int:
         """Tokens of an answer that is brought to its end from its beginning on."""
-        mask, tokens = Mask(self, Grammar(compiled, _LONGEST, {}), 0, 0), list[int]()
+        mask, tokens = Mask(self, Grammar(compiled, _LONGEST, {}, made), 0, 0), list[int]()
         while len(tokens) < _LONGEST and not mask.over:
             allowed = mask(tokens)
             (word,) = allowed.nonzero()[:1].flatten().tolist() or [-1]
@@ -111,7 +125,10 @@ class Mask:
         self._matcher = xgrammar.GrammarMatcher(grammar.compiled)
         self._grammars = grammars
         self._prompt = prompt
+        self._ends = grammar.ends
+        self._begun = grammars.bits([*{end[0] for end in grammar.ends}])  # by which an end may begin
         self._seen: list[int] = []
+        self._way: list[int] = []  # the answer as far as it was settled, of which `_seen` is a part
         self._last = max_tokens - min(grammar.reserve, max_tokens * 3 // 4)
         self.ending = self.stuck = False
 
@@ -130,14 +147,14 @@ class Mask:
             self._matcher.rollback(len(seen) - same)
             del seen[same:]
         for i in range(self._prompt + same, len(tokens)):
-            if not self.over and not self._matcher.accept_token(tokens[i]):
+            if self.over:
+                break  # the matcher knows nothing of drafts behind the end
+            if not self._matcher.accept_token(tokens[i]):
                 return self._grammars.all  # after a draft that cannot be right, nothing matters
             seen.append(tokens[i])
         if self.over:
             return self._grammars.over
-        bits = torch.zeros((1, -(-self._grammars.vocabulary // 32)), dtype=torch.int32)
-        self._matcher.fill_next_token_bitmask(bits)
-        allowed = bits[0] & self._grammars.all
+        allowed = self._allowed()
         if not allowed.any():
             self.stuck = True
         return self._closing(allowed) if length >= self._last else allowed
@@ -148,10 +165,24 @@ class Mask:
         for end in range(min(begin, len(tokens)), len(tokens) + 1):
             self(tokens[:end])
 
+    def _allowed(self) -> torch.Tensor:
+        bits = torch.zeros((1, -(-self._grammars.vocabulary // 32)), dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(bits)
+        return bits[0] & self._grammars.all
+
     def _closing(self, allowed: torch.Tensor) -> torch.Tensor:
-        grammars = self._grammars
-        # Both brackets may come next to each other in text only.
+        grammars, length = self._grammars, len(self._seen)
         in_text = all((allowed & bracket).any() for bracket in grammars.both)
+        for closers in grammars.marks:
+            if (closing := allowed & closers).any():
+                self.ending |= bool((closing != allowed).any())
+                return closing
+        if self._way[:length] != self._seen or len(self._way) == length:
+            self._way = [*self._seen, *self._end(allowed)]
+        if len(self._way) > length:
+            self.ending = True
+            return grammars.bits([self._way[length]])
+        # Both brackets may come next to each other in text only.
         for closers in grammars.in_text if in_text else grammars.between:
             if (closing := allowed & closers).any():
                 self.ending |= bool((closing != allowed).any())
@@ -159,6 +190,23 @@ class Mask:
         # What must follow comes in as few tokens as can be.
         forced = self._matcher.find_jump_forward_tokens()
         return grammars.bits(forced[:1]) if forced else allowed
+
+    def _end(self, allowed: torch.Tensor) -> Sequence[int]:
+        """Tokens that complete the pattern that is being written; none where no pattern is."""
+        grammars = self._grammars
+        if not (allowed & self._begun).any():
+            return ()
+        for aim in (grammars.marks[0] | grammars.marks[1], grammars.quote & ~allowed):
+            for end in self._ends:
+                taken = 0
+                while taken < len(end) and self._matcher.accept_token(end[taken]):
+                    taken += 1
+                found = taken == len(end) and bool((self._allowed() & aim).any())
+                if taken:
+                    self._matcher.rollback(taken)
+                if found:
+                    return end
+        return ()
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 
 from perilune.chat import Content, Options, Reasoning, Stream, parser
 from perilune.chat.parse import CallArguments, CallEnd, CallStart
+from perilune.chat.render import END
 from perilune.errors import Error
 from perilune.serve.answer import Answer
 from perilune.serve.async_llm import AsyncLLM
@@ -75,7 +76,7 @@ async def follow(context: Context, job: Job, index: int = 0) -> AsyncGenerator[P
         stream = Stream(parser("kimi_k3" if context.k3 else "kimi_k2"), job.options)
         options["special"] = not context.k3
     clock = _Clock(context, params.max_tokens)
-    calls = False
+    calls = open_ = 0  # begun; of these not ended
     deltas = context.llm.stream(job.prompt, params, **options)
     try:
         async with aclosing(deltas):
@@ -85,14 +86,17 @@ async def follow(context: Context, job: Job, index: int = 0) -> AsyncGenerator[P
                 piece.cached = min(output.cached, job.counted)
                 clock.step(len(output.tokens))
                 if stream is not None:
-                    piece.events = [*stream.push(delta.text)] if delta.text else []
+                    text = delta.text if delta.answer is None else _to_its_end(context, delta.text, delta.answer)
+                    piece.events = [*stream.push(text)] if text else []
                     if delta.answer is not None:
                         piece.events += stream.finish()
-                    calls = calls or any(isinstance(event, CallStart) for event in piece.events)
+                    begun = sum(isinstance(event, CallStart) for event in piece.events)
+                    open_ += begun - sum(isinstance(event, CallEnd) for event in piece.events)
+                    calls += begun
                 if delta.answer is not None:
                     if isinstance(options.get("mask"), Portable) and mask is not None:
                         await asyncio.to_thread(mask.replay, [*job.prompt, *delta.answer.tokens])
-                    piece.finished = _reason(delta.answer, mask, calls, job)
+                    piece.finished = _reason(delta.answer, mask, calls > 0 and not open_, job)
                     piece.stopped_by = delta.answer.stop
                     clock.end(job.counted, piece.cached, piece.finished)
                 yield piece
@@ -100,8 +104,20 @@ async def follow(context: Context, job: Job, index: int = 0) -> AsyncGenerator[P
         raise refusal(error) from None
 
 
+def _to_its_end(context: Context, text: str, answer: Answer) -> str:
+    """The last text of an answer as its parser wants it: with the token that ends a turn, without one that ends a text.
+
+    Of Kimi-K3's special tokens a text has the markers only, of the K2 family's all.
+    """
+    words = context.tokenizer
+    if context.k3:
+        return text + END if answer.stop == words.specials.get(END, "") else text
+    ended = answer.stop == words.text_end_id != words.eos_id
+    return text.removesuffix(words.decode([words.text_end_id])) if ended else text
+
+
 def _reason(answer: Answer, mask: Mask | None, calls: bool, job: Job) -> str:
-    """Why an answer ended. Raises ApiError for one that failed."""
+    """Why an answer ended. calls: whether it calls tools, to the end. Raises ApiError for one that failed."""
     if answer.finished == "error":
         if mask is not None and mask.stuck:
             raise ApiError(400, f"{job.constrained}: nothing can follow what was written so far", job.constrained)

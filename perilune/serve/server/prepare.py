@@ -25,6 +25,7 @@ from perilune.serve.server.tenants import Tenant
 # The tag that opens the next channel is "pending": a prompt is counted without it.
 PENDING = 3
 _LARGE = 20_000  # bytes of a body from which work on it is done beside the event loop
+SLOW = _LARGE + 1  # as many are counted for a schema: a small one may take a second
 T = TypeVar("T")
 
 
@@ -44,16 +45,17 @@ class Talk:
         return [*(self.tools or ()), *(tool for message in self.messages for tool in message.get("tools") or ())]
 
 
-async def chat_job(context: Context, body: Chat, tenant: Tenant, size: int = 0, mark: Sequence[int] = ()) -> Job:
+async def chat_job(context: Context, body: Chat, tenant: Tenant, size: int = 0, marks: Sequence[int] = ()) -> Job:
     """Raises Error, naming the field, for whatever is wrong with the request. size: of its body, in bytes.
 
-    mark: after how many messages of the rendering (tools and effort count as one each) a checkpoint is wanted.
+    marks: after how many of the request's messages a checkpoint is wanted; 0 is after the tools.
     """
     context.check_model(body.model)
     check_policy(context.config.request_policy, body)
     talk = conversation(context, body)
     stop = stops(context, body)
-    format, why = await beside(size, _format, context, body, talk)
+    schemas = talk.declared() or body.response_format or body.structured_outputs
+    format, why = await beside(SLOW if schemas else size, _format, context, body, talk)
     prompt = await beside(size, tokenize, context, talk)
     params = answer_params(context, body, len(prompt), constrained=format is not None)
     grammar = await compiled(context, format, why)
@@ -65,7 +67,8 @@ async def chat_job(context: Context, body: Chat, tenant: Tenant, size: int = 0, 
         tools=declared(tools),
         call_id=lambda name, index: call_name(name, before + index),
     )
-    ends = [i + 1 for i, token in enumerate(prompt) if token == context.tokenizer.eos_id] if mark else []
+    ends = [i + 1 for i, token in enumerate(prompt) if token == context.tokenizer.eos_id] if marks else []
+    places = [_before(context, talk) + mark if mark else 1 for mark in marks]
     return Job(
         prompt,
         counted(context, prompt),
@@ -74,7 +77,7 @@ async def chat_job(context: Context, body: Chat, tenant: Tenant, size: int = 0, 
         options,
         grammar,
         why,
-        tuple(ends[count - 1] for count in mark if 0 < count <= len(ends)),
+        tuple(ends[place - 1] for place in places if place <= len(ends)),
         tenant.salted(body.cache_salt),
         priority(context, body.priority),
     )
@@ -103,6 +106,12 @@ def tokenize(context: Context, talk: Talk) -> list[int]:
     return context.tokenizer.encode_segments(rendered(context, talk))[0]
 
 
+def _before(context: Context, talk: Talk) -> int:
+    """Messages of the rendering that come before those of the request."""
+    own = talk.effort is not None if context.k3 else talk.messages[0]["role"] != "system"
+    return bool(talk.tools) + own
+
+
 def counted(context: Context, prompt: Sequence[int]) -> int:
     """Prompt tokens as usage gives them."""
     return len(prompt) - PENDING if context.k3 else len(prompt)
@@ -126,7 +135,7 @@ async def compiled(context: Context, format: Format | None, why: str) -> Grammar
 
 
 async def beside(size: int, work: Callable[..., T], *arguments: Any) -> T:
-    """work(*arguments), in another thread for a large request: others wait for this one."""
+    """work(*arguments), in another thread for a large request: others would wait for this one."""
     return await asyncio.to_thread(work, *arguments) if size > _LARGE else work(*arguments)
 
 
@@ -193,4 +202,7 @@ def _format(context: Context, body: Chat, talk: Talk) -> tuple[Format | None, st
     return family(talk.thinking, wanted, tools if use != "none" else [], use, parallel), where
 
 
-__all__ = ["Talk", "beside", "chat_job", "compiled", "conversation", "counted", "priority", "rendered", "tokenize"]
+__all__ = [
+    *("SLOW", "Talk", "beside", "chat_job", "compiled", "conversation", "counted", "priority", "rendered"),
+    "tokenize",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -36,10 +36,13 @@ def head(kind: str, model: str, prefix: str) -> Object:
     return {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(prompt: int, wholes: Sequence[Whole]) -> Object:
-    """Token counts of all answers to a prompt, or to several."""
-    answer = sum(len(whole.tokens) for whole in wholes)
-    cached = max((whole.cached for whole in wholes), default=0)
+def usage(prompt: int, wholes: Mapping[int, Whole], n: int) -> Object:
+    """Token counts of all answers by their place, n to each prompt. prompt: tokens of all prompts, each once."""
+    answer = sum(len(whole.tokens) for whole in wholes.values())
+    of_prompt: dict[int, int] = {}
+    for place, whole in wholes.items():
+        of_prompt[place // n] = max(of_prompt.get(place // n, 0), whole.cached)
+    cached = sum(of_prompt.values())
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
@@ -75,9 +78,17 @@ def text_logprobs(
     return {
         "tokens": [word(tokenizer, token) for token in tokens],
         "token_logprobs": [None if s is None else finite(s.logprob) for s in scores],
-        "top_logprobs": [None if s is None else {word(tokenizer, t): finite(p) for t, p in s.top} for s in scores],
+        "top_logprobs": [None if s is None else _by_text(tokenizer, s) for s in scores],
         "text_offset": [offsets.of(token) for token in tokens],
     }
+
+
+def _by_text(tokenizer: Tokenizer, score: Logprob) -> Object:
+    """The likeliest tokens and the token itself by their texts; of tokens that show the same text, the likeliest."""
+    out: Object = {}
+    for token, value in sorted({score.token: score.logprob, **dict(score.top)}.items(), key=lambda item: -item[1]):
+        out.setdefault(word(tokenizer, token), finite(value))
+    return out
 
 
 def prompt_logprobs(tokenizer: Tokenizer, scores: Sequence[Logprob]) -> list[Object | None]:

@@ -1,6 +1,7 @@
 """Bodies of the OpenAI-shaped requests. Types and ranges are checked here, meaning where a request is prepared.
 
-Fields are OpenAI's, or vLLM's where OpenAI has none. Fields that nobody here knows are ignored.
+Fields are OpenAI's, or vLLM's where OpenAI has none. Fields that nobody here knows are ignored. Of a list or table the
+first wrong item ends the reading: a body has room for millions, each an error that others would wait for.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 Object = dict[str, Any]
-Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
-Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+_FIRST = Field(fail_fast=True)
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], _FIRST]
+Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _FIRST]
+Texts = Annotated[list[str], _FIRST]
 
 
 class Strict(BaseModel):
@@ -43,7 +46,7 @@ class Sampling(Strict):
     logit_bias: Bias | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -100,4 +103,4 @@ class Detokenize(Strict):
     tokens: Ids
 
 
-__all__ = ["Chat", "Completion", "Detokenize", "Object", "Sampling", "StreamOptions", "Strict", "Tokenize"]
+__all__ = ["Chat", "Completion", "Detokenize", "Object", "Sampling", "StreamOptions", "Strict", "Texts", "Tokenize"]

@@ -54,7 +54,9 @@ class Tenants:
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         # Headers are bytes: latin-1 gives them back. Every key is compared, so that time tells nothing.
-        found = [tenant for key, tenant in self._known if hmac.compare_digest(key, given.strip().encode("latin-1"))]
+        found = [
+            tenant for key, tenant in self._known if hmac.compare_digest(key, given.strip(" \t").encode("latin-1"))
+        ]
         if not found:
             raise ApiError(401, "the API key is missing or wrong", "Authorization", {"WWW-Authenticate": "Bearer"})
         return found[0]

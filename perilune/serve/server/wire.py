@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import reprlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -20,9 +21,18 @@ Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
 
+# In JSON they are only ever inside a text. Clients that read lines as Python does would end an event there.
+_LINE_ENDS = {one: f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
 def _encode(value: Any) -> bytes:
-    """JSON in UTF-8; what UTF-8 cannot hold becomes "?"."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    """JSON in UTF-8, in one line; what UTF-8 cannot hold becomes "?"."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for one, escaped in _LINE_ENDS.items():
+        text = text.replace(one, escaped)
+    return text.encode("utf-8", "replace")
 
 
 class Json(Response):
@@ -39,8 +49,8 @@ async def read(request: Request, model: type[Body], limit: int, seconds: float) 
 
     Raises ApiError: 415, 413, 408, or 400 with the path of the first wrong field.
     """
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    # Also keeps web pages of other origins from posting here without the browser asking first.
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    # Also keeps web pages of other origins from posting here without the browser asking first; one may send no kind.
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"Content-Type is {kind[:80]!r}; must be application/json", "Content-Type")
     data = bytearray()
@@ -86,7 +96,7 @@ def _wrong(problem: ValidationError) -> ApiError:
             break  # a branch of a union: the field says enough
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     path = path[:200] or "body"
-    shown = repr(first["input"])
+    shown = _SHORT.repr(first["input"])  # it may be all of the body
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return ApiError(400, f"{path} is {shown}; {first['msg'][0].lower()}{first['msg'][1:]}", path)
 

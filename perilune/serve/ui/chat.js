@@ -247,7 +247,8 @@ async function answer() {
   // A call that was cut off cannot be answered, nor sent back.
   if (note && message.tool_calls) delete message.tool_calls;
   if (whole) messages.push(message);
-  else if (note && messages.at(-1)?.role === "user" && !$("prompt").value) takeBack(messages);
+  else if (note && messages === chat.messages && messages.at(-1)?.role === "user" && !$("prompt").value)
+    takeBack(messages);
   view.end(usage, note);
   $("said").textContent = note ? `The answer ended: ${note}` : "The answer is complete.";
   if (messages !== chat.messages) return;

@@ -10,6 +10,9 @@ import pytest
 from serving import tiny_llm, tiny_tokenizer
 from test_chat import stream
 
+from perilune.serve.request import Logprob
+from perilune.serve.server import reply
+
 PATH = "/v1/completions"
 
 
@@ -68,6 +71,36 @@ def test_offsets_are_where_tokens_are_in_the_text(client: httpx.Client) -> None:
     assert scores["text_offset"][scores["tokens"].index(" ")] == 2
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_cached_tokens_of_several_prompts_are_summed(client: httpx.Client, streamed: bool) -> None:
+    """As their prompt tokens are; of several answers to one prompt those of the best."""
+    prompts = [f"{i} prompts of one request, {streamed} " * 20 for i in range(2)]
+    for prompt in prompts:  # the second leaves a checkpoint where the first parts from it
+        ask(client, prompt=prompt, max_tokens=1)
+        ask(client, prompt=prompt, max_tokens=1)
+    each = [ask(client, prompt=prompt, max_tokens=1)["usage"] for prompt in prompts]
+    fields = {"prompt": prompts, "n": 2, "max_tokens": 1}
+    if streamed:
+        usage = stream(client, PATH, **fields, stream_options={"include_usage": True})[-1]["usage"]
+    else:
+        usage = ask(client, **fields)["usage"]
+    assert usage["prompt_tokens"] == sum(one["prompt_tokens"] for one in each)
+    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in each]
+    assert min(cached) > 0
+    assert usage["prompt_tokens_details"]["cached_tokens"] == sum(cached)
+
+
+def test_the_likeliest_of_tokens_that_show_the_same_text_is_listed() -> None:
+    """OpenAI's list is by text: bytes that are no text of their own all show as U+FFFD. The token itself is in it."""
+    words = tiny_tokenizer()
+    parts = [id for id in range(words.vocab_size) if words.decode([id]) == "\ufffd"]
+    (a,) = words.encode("a")
+    score = Logprob(a, -4.0, ((parts[0], -1.0), (parts[1], -2.0)))
+    (listed,) = reply.text_logprobs(words, [score], [a], reply.Offsets(words))["top_logprobs"]
+    assert listed == {"\ufffd": -1.0, "a": -4.0}
+    assert [*listed] == ["\ufffd", "a"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_tokens_where_none_are_asked_for(client: httpx.Client, stream: bool) -> None:
     """Even where the model would end at once."""
@@ -98,6 +131,9 @@ def test_wrong_prompts_are_named(client: httpx.Client) -> None:
         (["a", 3], "prompt[1]"),
         ([1, 10**6], "prompt"),
         ([True], "prompt"),
+        ([False], "prompt"),
+        ([1, False], "prompt"),
+        ([[1, True]], "prompt[0]"),
         ({"a": 1}, "prompt"),
         (["a"] * 257, "prompt"),
     ):

@@ -31,7 +31,7 @@ def k2() -> Iterator[httpx.Client]:
     llm = LLM(initialize(Transformer(config), 0), EngineConfig(20_000_000, slots=4), tokenizer=words)
     assert chat_model().config.family != llm.engine.model.config.family
     app = build_app(ServerConfig(drain_seconds=2), llm)
-    with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with running(app) as url, httpx.Client(base_url=url, timeout=110) as client:
         yield client
 
 

@@ -100,7 +100,9 @@ def test_200_clients_that_come_and_go() -> None:
     with running(build_app(ServerConfig(model_names=("tiny",), drain_seconds=20), llm)) as url:
         asyncio.run(crowd(url, SECONDS, seen, resident))
         end = time.monotonic() + 20
-        while 'num_requests_running{model_name="tiny"} 0.0' not in (page := httpx.get(f"{url}/metrics").text):
+        while 'num_requests_running{model_name="tiny"} 0.0' not in (
+            page := httpx.get(f"{url}/metrics", timeout=60).text
+        ):
             assert time.monotonic() < end, page
             time.sleep(0.1)
     half = len(resident) // 2

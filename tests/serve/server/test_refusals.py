@@ -7,17 +7,21 @@ import json
 import random
 import re
 import socket
+import threading
 from typing import Any
 
 import httpx
 import pytest
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving import serving
 
+from perilune.chat import Tokenizer
 from perilune.serve.server import ServerConfig, wire
-from perilune.serve.server.schema import Chat
+from perilune.serve.server.anthropic_in import CountTokens, Messages
+from perilune.serve.server.schema import Chat, Completion, Detokenize, Strict, Tokenize
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "q"}
@@ -201,12 +205,13 @@ def test_the_policy_of_the_vendor() -> None:
         (b'{"seed": ' + b"9" * 10_000 + b"}", "application/json", 400),
         (b'{"temperature": NaN, "messages": []}', "application/json", 400),
         (b"{}", "text/plain", 415),
+        (b"{}", None, 415),
     ],
-    ids=["empty", "cut", "list", "no-utf8", "deep", "surrogate", "long-number", "nan", "text"],
+    ids=["empty", "cut", "list", "no-utf8", "deep", "surrogate", "long-number", "nan", "text", "no-kind"],
 )
-def test_bodies_that_are_no_request(client: httpx.Client, body: bytes, kind: str, status: int) -> None:
+def test_bodies_that_are_no_request(client: httpx.Client, body: bytes, kind: str | None, status: int) -> None:
     for path in (CHAT, "/v1/completions", "/v1/messages", "/tokenize", "/detokenize"):
-        response = client.post(path, content=body, headers={"content-type": kind})
+        response = client.post(path, content=body, headers={} if kind is None else {"content-type": kind})
         assert response.status_code == status, response.text
         assert response.json()["error"]["message"]
 
@@ -246,6 +251,90 @@ def test_a_body_of_many_parts_is_read_without_collecting_garbage() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("model", [Chat, Completion, Tokenize, Detokenize, Messages, CountTokens])
+def test_a_body_of_many_errors_is_refused_for_the_first(model: type[Strict]) -> None:
+    """8 MB have room for millions, and all of them were made into objects while nobody else was served."""
+    missing = sum(field.is_required() for field in model.model_fields.values())
+    for name in model.model_fields:
+        for many in ([[]] * 1000, {str(i): [] for i in range(1000)}):
+            found = list[ValidationError]()
+            try:
+                wire.parsed(model, json.dumps({name: many}).encode())
+            except ValidationError as problem:
+                found.append(problem)
+            assert all(each.error_count() <= missing + 2 for each in found), name  # two: a union has two branches
+            assert all(len(wire._wrong(each).message) < 200 for each in found)
+
+
+def test_an_answer_is_one_line_however_lines_are_read() -> None:
+    """Clients that split as `str.splitlines` does would find half an event."""
+    text = "".join(map(chr, range(0x3000)))
+    head, *rest = wire.event({"a": text}).decode().splitlines()
+    assert rest == [""]
+    assert json.loads(head.removeprefix("data: ")) == {"a": text}
+
+
+def test_large_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing 8 MB takes seconds, in which nobody else would be served."""
+    threads: list[str] = []
+    for name in ("encode", "decode"):
+        real = getattr(Tokenizer, name)
+
+        def seen(self: Tokenizer, what: Any, *more: Any, real: Any = real, **options: Any) -> Any:
+            if len(what) > 10_000:
+                threads.append(threading.current_thread().name)
+            return real(self, what, *more, **options)
+
+        monkeypatch.setattr(Tokenizer, name, seen)
+    long = "word " * 8_000
+    talk = {"model": "tiny", "messages": [{"role": "user", "content": long}]}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", talk),
+        ("/detokenize", {"tokens": [300] * 20_000}),
+        (f"{CHAT}/render", talk),
+        (CHAT, talk),
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/messages", {**talk, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", talk),
+    ]
+    config = ServerConfig(model_names=("tiny",), max_model_len=1000, drain_seconds=2)
+    with serving(config) as url, httpx.Client(base_url=url, timeout=60) as client:
+        for number, (path, fields) in enumerate(asked, start=1):
+            assert client.post(path, json=fields).status_code in (200, 400)
+            assert len(threads) >= number, path
+    assert "perilune-server" not in threads
+
+
+def test_grammars_are_made_beside_the_event_loop(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of 7 kB may take 2 s, in which nobody else would be served."""
+    threads: list[str] = []
+    made = xgrammar.Grammar.from_json_schema
+
+    def seen(*schemas: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return made(*schemas, **options)
+
+    monkeypatch.setattr(xgrammar.Grammar, "from_json_schema", seen)
+    talk = {"model": "tiny", "messages": [USER], "max_tokens": 1}
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {**talk, "tools": [tool(parameters=schema)], "tool_choice": "required"}),
+        (CHAT, {**talk, "messages": declaring(tool(parameters=schema, strict=True))}),
+        (CHAT, {**talk, "response_format": SCHEMA}),
+        (CHAT, {**talk, "structured_outputs": {"json": schema}}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "response_format": SCHEMA}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}),
+        ("/v1/messages", {**talk, "tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}),
+        ("/v1/messages", {**talk, "output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+    ]
+    for number, (path, fields) in enumerate(asked, start=1):
+        response = client.post(path, json=fields)
+        assert response.status_code == 200, response.text
+        assert len(threads) >= number, path
+    assert "perilune-server" not in threads
+
+
 def test_bytes_that_are_no_http_harm_nobody(keyed: str) -> None:
     host, port = keyed.removeprefix("http://").split(":")
     draw = random.Random(0)
@@ -254,12 +343,12 @@ def test_bytes_that_are_no_http_harm_nobody(keyed: str) -> None:
         raw = bytearray(seeds[i % 2])
         for _ in range(draw.randrange(1, 12)):
             raw[draw.randrange(len(raw))] = draw.randrange(256)
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(bytes(raw))
             connection.shutdown(socket.SHUT_WR)
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert not answer or not re.match(rb"HTTP/1.1 5", answer), (raw, answer)
-    assert httpx.get(f"{keyed}/health").status_code == 200
+    assert httpx.get(f"{keyed}/health", timeout=60).status_code == 200
 
 
 json_values = st.recursive(
@@ -345,5 +434,5 @@ header_bytes = st.binary(max_size=40).map(lambda raw: bytes(c for c in raw if c 
 def test_a_fuzzed_header_is_never_a_500(keyed: str, name: str, value: bytes) -> None:
     headers = [(b"authorization", b"Bearer key-of-alice"), (b"content-type", b"application/json")]
     headers = [pair for pair in headers if pair[0] != name.encode()] + [(name.encode(), value)]
-    response = httpx.post(f"{keyed}/tokenize", content=b'{"prompt": "a"}', headers=headers)
+    response = httpx.post(f"{keyed}/tokenize", content=b'{"prompt": "a"}', headers=headers, timeout=60)
     assert response.status_code in (200, 400, 401, 415), response.text

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from keys import KEYS
 from serving import serving
+from starlette.requests import Request
 
 from perilune.serve.server import ServerConfig
 from perilune.serve.server.tenants import Tenants
@@ -35,19 +36,19 @@ def cached(url: str, key: str, seed: int, **more: Any) -> int:
 def test_without_a_key_there_is_no_answer(keyed: str) -> None:
     for given in ({}, headers("wrong"), {"authorization": KEYS[0]}, {"authorization": f"Basic {KEYS[0]}"}):
         for response in (
-            httpx.post(f"{keyed}{CHAT}", json=body(0), headers=given),
-            httpx.get(f"{keyed}/v1/models", headers=given),
-            httpx.get(f"{keyed}/ui/state", headers=given),
+            httpx.post(f"{keyed}{CHAT}", json=body(0), headers=given, timeout=60),
+            httpx.get(f"{keyed}/v1/models", headers=given, timeout=60),
+            httpx.get(f"{keyed}/ui/state", headers=given, timeout=60),
         ):
             assert response.status_code == 401
             assert response.json()["error"]["type"] == "authentication_error"
-    assert httpx.get(f"{keyed}/v1/models", headers={"x-api-key": KEYS[1]}).status_code == 200
-    assert [m["id"] for m in httpx.get(f"{keyed}/v1/models", headers=headers(KEYS[0])).json()["data"]] == [
+    assert httpx.get(f"{keyed}/v1/models", headers={"x-api-key": KEYS[1]}, timeout=60).status_code == 200
+    assert [m["id"] for m in httpx.get(f"{keyed}/v1/models", headers=headers(KEYS[0]), timeout=60).json()["data"]] == [
         "tiny",
         "also-tiny",
     ]
-    assert httpx.get(f"{keyed}/health").status_code == 200
-    assert httpx.get(f"{keyed}/ui/").status_code == 200
+    assert httpx.get(f"{keyed}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{keyed}/ui/", timeout=60).status_code == 200
 
 
 def test_a_tenant_never_hits_what_another_one_cached(keyed: str) -> None:
@@ -64,10 +65,10 @@ def test_a_tenant_never_hits_what_another_one_cached(keyed: str) -> None:
 def test_a_tenant_sees_its_own_prefixes_only(keyed: str) -> None:
     alice, bob = KEYS
     cached(keyed, alice, 2)
-    seen = [httpx.get(f"{keyed}/ui/state", headers=headers(key)).json() for key in (alice, bob)]
+    seen = [httpx.get(f"{keyed}/ui/state", headers=headers(key), timeout=60).json() for key in (alice, bob)]
     depths = [sum(node["end"] - node["start"] for node in each["nodes"]) for each in seen]
     cached(keyed, alice, 3)
-    after = [httpx.get(f"{keyed}/ui/state", headers=headers(key)).json() for key in (alice, bob)]
+    after = [httpx.get(f"{keyed}/ui/state", headers=headers(key), timeout=60).json() for key in (alice, bob)]
     grown = [sum(node["end"] - node["start"] for node in each["nodes"]) for each in after]
     assert grown[0] > depths[0]
     assert grown[1] == depths[1]
@@ -83,15 +84,24 @@ def test_salts_cannot_be_spelled_by_another_tenant() -> None:
     assert all(tenants[0].owns(salt) for salt in salts[: len(extras)])
 
 
+@pytest.mark.parametrize("key", ["clé-à", "Å", "ключ", "a key", "=="])
+def test_a_key_may_hold_any_text(key: str) -> None:
+    """Headers are bytes: of UTF-8's, some look like spaces of Latin-1."""
+    tenants = Tenants(ServerConfig(api_keys=(key,)))
+    for header in ((b"authorization", b"Bearer  " + key.encode() + b"\t"), (b"x-api-key", key.encode())):
+        request = Request({"type": "http", "headers": [header]})
+        assert tenants.who(request) == tenants._known[0][1]
+
+
 def test_a_body_that_is_too_large(keyed: str) -> None:
-    response = httpx.post(f"{keyed}{CHAT}", json=body(0, 10_000), headers=headers(KEYS[0]))
+    response = httpx.post(f"{keyed}{CHAT}", json=body(0, 10_000), headers=headers(KEYS[0]), timeout=60)
     assert (response.status_code, response.json()["error"]["type"]) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_answers_than_can_ever_run_are_no_reason_to_try_again(keyed: str, stream: bool) -> None:
     fields = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "stream": stream}
-    response = httpx.post(f"{keyed}/v1/completions", json=fields, headers=headers(KEYS[0]))
+    response = httpx.post(f"{keyed}/v1/completions", json=fields, headers=headers(KEYS[0]), timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
 
 
@@ -113,7 +123,7 @@ def test_too_many_requests_of_one_key(keyed: str) -> None:
         thread.start()
     try:
         running.wait()
-        response = httpx.post(f"{keyed}{CHAT}", json=body(9, 1), headers=headers(KEYS[0]))
+        response = httpx.post(f"{keyed}{CHAT}", json=body(9, 1), headers=headers(KEYS[0]), timeout=60)
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
         assert httpx.post(f"{keyed}{CHAT}", json=body(9, 1), headers=headers(KEYS[1]), timeout=60).status_code == 200
     finally:
