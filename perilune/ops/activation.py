@@ -14,6 +14,7 @@ import torch
 
 from perilune.config import Activation
 from perilune.errors import Error
+from perilune.ops.checks import check_floats
 from perilune.ops.implementation import implementation
 from perilune.ops.pieces import row_pieces
 from perilune.ops.precision import widen
@@ -23,10 +24,14 @@ def glu(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.T
     """The gated unit, elementwise: two tensors of one shape and dtype -> one of that shape and dtype.
 
     Computed in max(fp32, dtype) and cast once. Only the two inputs are kept for the backward pass.
-    Level: bitwise-batch. Raises Error when the shapes differ.
+    Level: bitwise-batch. Raises Error when shapes or dtypes differ, for other dtypes and mixed devices.
     """
-    if gate.shape != up.shape:
-        raise Error(f"glu: gate has shape {tuple(gate.shape)} but up has {tuple(up.shape)}; they must be equal")
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.ndim:
+        raise Error(
+            f"glu: gate is {gate.dtype} {tuple(gate.shape)} but up is {up.dtype} {tuple(up.shape)}; "
+            "they must be equal, of at least one dimension"
+        )
+    check_floats("glu", gate=gate, up=up)
     out: torch.Tensor = _Glu.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return out
 

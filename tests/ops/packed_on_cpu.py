@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
+from sources_on_cpu import check, compiled, rewritten, skip_without_compiler, tensor_map
 
 from perilune.ops.moe import packed_cuda
 
-HERE = Path(__file__).parent
 BLOCKS = 3  # so that a block takes several tiles
 FEW_BODIES = {
     "times": "return both_host(x, y);",
@@ -138,63 +134,25 @@ extern "C" int run(const Arguments *given, int grid, int seed) {
 """
 
 
-def _replaced(text: str, bodies: dict[str, str], shared: str, memory: str) -> str:
-    """The sources with their assembly replaced."""
-    for name, body in bodies.items():
-        start = re.search(rf"__device__ __forceinline__ \w+ {name}\([^{{]*\) \{{", text)
-        assert start, name
-        end, depth = start.end(), 1
-        while depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        text = f"{text[: start.end()]} {body} }}{text[end:]}"
-    assert shared in text
-    text = text.replace(shared, memory)
-    assert "asm" not in text
-    return text
-
-
-def _source(sources: tuple[Path, ...]) -> str:
-    if sources == packed_cuda.FEW:
-        text = "\n".join(path.read_text() for path in sources)
-        shared = "extern __shared__ __align__(128) unsigned char memory[];"
-        text = _replaced(text, FEW_BODIES, shared, "unsigned char *memory = shared_memory;")
-        header = f'#include "{HERE}/cuda_on_cpu.h"\n#define BYTES {packed_cuda.SHARED_BYTES}\n{FEW_WORDS}'
-        return f"{header}{text}{FEW_ENTRY}"
-    # The first three files are Hopper's instructions.
-    text = "\n".join(path.read_text() for path in sources[3:])
-    shared = "extern __shared__ __align__(1024) unsigned char memory[];"
-    text = _replaced(text, MANY_BODIES, shared, "unsigned char *memory = shared_of(0);")
-    return f'#include "{HERE}/hopper_on_cpu.h"\n#define BLOCKS {BLOCKS}\n{MANY_WORDS}{text}{MANY_ENTRY}'
-
-
 @functools.cache
 def _library(sources: tuple[Path, ...], defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp(prefix="packed_on_cpu"))
-    (folder / "kernel.cpp").write_text(_source(sources))
-    flags = ["-O1", "-fno-strict-aliasing", "-std=c++17", "-w", "-Wno-psabi", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
-    flags += ["-fno-gnu-unique", *(f"-D{key}={value}" for key, value in defines)]
-    subprocess.run(["g++", *flags, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True, timeout=120)
-    loaded = ctypes.CDLL(str(folder / "kernel.so"))
-    shutil.rmtree(folder)
-    return loaded
-
-
-def _tensor_map(x, rows, columns, stride, box_rows):
-    """Stands in for the driver's."""
-    assert columns == stride
-    return (ctypes.c_uint64 * 16)(x.data_ptr(), x.element_size(), rows, columns, box_rows)
+    if sources == packed_cuda.FEW:
+        text = "\n".join(path.read_text() for path in sources)
+        text = f"{FEW_WORDS}{rewritten(text, FEW_BODIES, 128, 'shared_memory')}{FEW_ENTRY}"
+        return compiled("cuda_on_cpu.h", text, (*defines, ("BYTES", packed_cuda.SHARED_BYTES)))
+    # The first three files are Hopper's instructions.
+    text = "\n".join(path.read_text() for path in sources[3:])
+    text = f"{MANY_WORDS}{rewritten(text, MANY_BODIES, 1024, 'shared_of(0)')}{MANY_ENTRY}"
+    return compiled("hopper_on_cpu.h", text, (*defines, ("BLOCKS", BLOCKS)))
 
 
 def _launch(sources, name, numbers, arguments, device) -> None:
-    failed = _library(sources, tuple(numbers.items())).run(ctypes.byref(arguments), BLOCKS, 1)
-    assert not failed, {1: "a block hangs", 2: "copies are in flight at the end"}[failed]
+    check(_library(sources, tuple(numbers.items())).run(ctypes.byref(arguments), BLOCKS, 1))
 
 
 @pytest.fixture
 def packed_on_cpu(monkeypatch) -> None:
     """packed_cuda on CPU tensors, in this test."""
-    if not shutil.which("g++"):
-        pytest.skip("needs g++")
+    skip_without_compiler()
     monkeypatch.setattr(packed_cuda, "_launch", _launch)
-    monkeypatch.setattr(packed_cuda, "tensor_map", _tensor_map)
+    monkeypatch.setattr(packed_cuda, "tensor_map", tensor_map)

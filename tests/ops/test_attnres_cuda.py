@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import platform
-import re
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sources_on_cpu import FUSED, check, compiled, rewritten, skip_without_compiler
 
 from perilune.ops.attnres import cuda, reference
 
 EPS, OUT_EPS = 1e-3, 1e-5
-HEADER = Path(__file__).parent / "cuda_on_cpu.h"
 BODIES = {
     "narrow": "return narrow_host(low, high);",
     "address": "return 0;",
@@ -64,50 +58,23 @@ extern "C" int run(const char *name, void *arguments, int grid, int threads, int
 Tensors = list[torch.Tensor]
 
 
-def _source() -> str:
-    """mix.cu with its assembly replaced."""
-    text = cuda.SOURCE.read_text()
-    for name, body in BODIES.items():
-        start = re.search(rf"__device__ __forceinline__ \w+ {name}\([^)]*\) \{{", text)
-        assert start, name
-        end, depth = start.end(), 1
-        while depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        text = f"{text[: start.end()]} {body} }}{text[end:]}"
-    text = text.replace(
-        "extern __shared__ __align__(128) unsigned char memory[];", "unsigned char *memory = shared_memory;"
-    )
-    assert "asm" not in text
-    return text
-
-
 @functools.cache
 def _library(defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp(prefix="cuda_on_cpu"))
-    (folder / "kernel.cpp").write_text(f'#include "{HEADER}"\n{WORDS}{_source()}{ENTRY}')
-    flags = ["-O1", "-fno-strict-aliasing", "-std=c++17", "-w", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
-    flags += ["-mfma"] if platform.machine() == "x86_64" else []
-    flags += [f"-D{key}={value}" for key, value in defines]
-    subprocess.run(["g++", *flags, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True, timeout=120)
-    loaded = ctypes.CDLL(str(folder / "kernel.so"))
-    shutil.rmtree(folder)
-    return loaded
+    text = rewritten(cuda.SOURCE.read_text(), BODIES, 128, "shared_memory")
+    return compiled("cuda_on_cpu.h", f"{WORDS}{text}{ENTRY}", defines, FUSED)
 
 
 @pytest.fixture(autouse=True)
 def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda.py on CPU tensors and a device of three multiprocessors, so that a block takes several tokens."""
-    if not shutil.which("g++"):
-        pytest.skip("needs g++")
+    skip_without_compiler()
 
     def launch(name: str, defines: tuple[tuple[str, str], ...], arguments: object, device: object, grid: int) -> None:
         threads = cuda.threads(int(dict(defines)["WIDTH"]))
         if not grid:
             return
         library = _library((*defines, (name.upper(), "1")))
-        failed = library.run(name.encode(), ctypes.byref(arguments), grid, threads, 1)
-        assert not failed, {1: "a block hangs", 2: "copies are in flight at the end"}[failed]
+        check(library.run(name.encode(), ctypes.byref(arguments), grid, threads, 1))
 
     monkeypatch.setattr(cuda, "_launch", launch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))

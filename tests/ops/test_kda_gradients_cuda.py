@@ -23,10 +23,10 @@ pytestmark = [interpreted, needs_compiler]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     """The kernel for two heads, and tokens of q, k and g three times as far apart as packed ones."""
     defines = {"BETA": "float", "HEADS": HEADS, **dict.fromkeys(("Q_TOKEN", "K_TOKEN", "G_TOKEN"), STRIDE)}
-    return build(tmp_path_factory.mktemp("gradients"), gradients_cuda.SOURCES, "gradients", defines)
+    return build(gradients_cuda.SOURCES, "gradients", defines)
 
 
 def spread(x):

@@ -12,6 +12,7 @@ import torch
 
 from perilune.errors import Error
 from perilune.ops.attnres.partial import Partial
+from perilune.ops.checks import check_floats
 from perilune.ops.implementation import Implementation, room
 from perilune.ops.implementation import implementation as _implementation
 
@@ -25,7 +26,8 @@ def mix(sources: Sequence[torch.Tensor], norm_w_D: torch.Tensor, query_w_D: torc
     p = softmax_i(r_i <norm_w query_w, V_i>), r_i = 1 / sqrt(mean V_i^2 + eps) (Kimi-K3 report, Block AttnRes).
     No [n, T, D] stack is made, and only [T, n] statistics are kept beside the sources for the backward pass.
     Every token's bits depend on that token alone (bitwise-batch), the weights' gradients on the layout.
-    Raises Error without sources, or when a shape or dtype differs.
+    Raises Error without sources, when a shape, dtype or device differs, and for dtypes other than bf16, fp16, fp32
+    and fp64.
     """
     _check("mix", sources, {"norm_w_D": norm_w_D, "query_w_D": query_w_D})
     h_TD: torch.Tensor = room(__name__, implementation(sources)).mix(sources, norm_w_D, query_w_D, eps)
@@ -124,6 +126,7 @@ def _check(op: str, sources: Sequence[torch.Tensor], weights: dict[str, torch.Te
     for name, w in weights.items():
         if w.shape != first.shape[-1:]:
             raise Error(f"attnres.{op}: {name} has shape {tuple(w.shape)}; must be ({first.shape[-1]},)")
+    check_floats(f"attnres.{op}", **{f"sources[{i}]": source for i, source in enumerate(sources)}, **weights)
 
 
 __all__ = ["Partial", "implementation", "merge_norm", "mix", "mix_completed", "mix_norm"]

@@ -74,10 +74,15 @@ def merge_norm(
 
 def _score(x_TD: torch.Tensor, norm_w_D: torch.Tensor, query_w_D: torch.Tensor, eps: float) -> torch.Tensor:
     """s_T of one source, as in the forward pass below."""
-    wide_TD, w_D = widen(x_TD), widen(norm_w_D) * widen(query_w_D)
+    wide_TD, w_D = widen(x_TD), _product(norm_w_D, query_w_D, x_TD)
     norm_T = torch.linalg.vector_norm(wide_TD, dim=-1)
     r_T: torch.Tensor = (norm_T * norm_T / w_D.shape[0] + eps).rsqrt()
     return dot_exact(wide_TD, w_D) * r_T
+
+
+def _product(norm_w_D: torch.Tensor, query_w_D: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+    """The one vector that both weights act through, in the dtype that the sources are computed in."""
+    return (widen(norm_w_D) * widen(query_w_D)).to(widen(x_TD[:0]).dtype)
 
 
 class _Mix(torch.autograd.Function):
@@ -85,7 +90,7 @@ class _Mix(torch.autograd.Function):
     def forward(
         ctx: Any, norm_w: torch.Tensor, query_w: torch.Tensor, eps: float, *sources: torch.Tensor
     ) -> torch.Tensor:
-        w_D = widen(norm_w) * widen(query_w)
+        w_D = _product(norm_w, query_w, sources[0])
         s_nT, r_nT = [], []
         for source in sources:
             x_TD = widen(source)
@@ -104,7 +109,7 @@ class _Mix(torch.autograd.Function):
         norm_w, query_w, *rest = ctx.saved_tensors
         n = len(rest) // 4
         p_nT, s_nT, r_nT, sources = (rest[i * n : (i + 1) * n] for i in range(4))
-        w_D = widen(norm_w) * widen(query_w)
+        w_D = _product(norm_w, query_w, sources[0])
         d_w_D = torch.zeros_like(w_D)
         needed = ctx.needs_input_grad[3:]
         d_sources = [torch.empty_like(x) if need else None for x, need in zip(sources, needed, strict=True)]

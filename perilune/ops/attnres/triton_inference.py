@@ -31,6 +31,7 @@ def mix_completed(
 ) -> list[Partial]:
     """`attnres.mix_completed`."""
     rows = tuple(x.contiguous() for x in sources)
+    norm_w_D, query_w_D = ([w.contiguous() for w in some] for some in (norm_w_D, query_w_D))
     T, D = rows[0].shape
     count = len(norm_w_D)
     vectors = (*norm_w_D, *query_w_D)
@@ -45,7 +46,7 @@ def mix_completed(
         # A short group repeats its last mixer, which the kernel then leaves out.
         mine = [min(m, last - 1) for m in range(first, first + M)]
         _completed_kernel[(T,)](
-            rows, tuple(norm_w_D[m] for m in mine), tuple(query_w_D[m] for m in mine), h_MTD[first], lse_MT[first],
+            rows, tuple(norm_w_D[m] for m in mine), tuple(query_w_D[m] for m in mine), h_MTD[first:], lse_MT[first:],
             T, D, eps, last - first, N=len(rows), M=M, B=block(D), num_warps=warps(D, WARPS),
         )  # fmt: skip
     return [Partial(h_MTD[m], lse_MT[m]) for m in range(count)]
@@ -61,7 +62,8 @@ def merge_norm(
     out_eps: float,
 ) -> torch.Tensor:
     """`attnres.merge_norm`."""
-    live_TD = live_TD.contiguous()
+    live_TD, norm_w_D, query_w_D, out_w_D = (x.contiguous() for x in (live_TD, norm_w_D, query_w_D, out_w_D))
+    partial = Partial(partial.h_TD.contiguous(), partial.lse_T.contiguous())
     if cuda.why_not([live_TD], (norm_w_D, query_w_D, out_w_D), [partial.h_TD]) is None:
         return cuda.merge_norm(partial, live_TD, norm_w_D, query_w_D, eps, out_w_D, out_eps)
     T, D = live_TD.shape
@@ -132,7 +134,7 @@ def _completed_kernel(
             h, lse = _mixture(x, r, w, N)
             at = (t + m * T.to(tl.int64)) * D
             tl.store(h_MTD + at + offs, h.to(h_MTD.dtype.element_ty), inside)
-            tl.store(lse_MT + m * T + t, lse)
+            tl.store(lse_MT + (t + m * T.to(tl.int64)), lse)
 
 
 @triton.jit

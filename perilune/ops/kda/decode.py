@@ -33,7 +33,17 @@ import torch
 
 from perilune.config import Gate
 from perilune.ops.kda import decode_reference
-from perilune.ops.kda.decode_call import CAPACITY, GRID, MAX_DRAFTS, Call, Projected, Tail, Weights, check_slots
+from perilune.ops.kda.decode_call import (
+    CAPACITY,
+    GRID,
+    MAX_DRAFTS,
+    Call,
+    Projected,
+    Tail,
+    Weights,
+    check_fold,
+    check_shift,
+)
 from perilune.ops.kda.decode_fill import tail_fill_inplace, tail_state
 
 
@@ -131,8 +141,11 @@ def tail_verify_inplace(
 def shift_window_inplace(
     inputs: Projected, window_S3C: torch.Tensor, slots_N: torch.Tensor, accepted_N: torch.Tensor, drafts: int
 ) -> None:
-    """Move each slot's convolution window past the first accepted_N[n] tokens of `inputs`."""
-    check_slots(slots_N, inputs.q_THK.shape[0], drafts)
+    """Move each slot's convolution window past the first accepted_N[n] (int32, 0..drafts) tokens of `inputs`.
+
+    Raises Error for shapes, dtypes and devices that do not fit.
+    """
+    check_shift(inputs, window_S3C, slots_N, accepted_N, drafts)
     on_gpu = inputs.q_THK.is_cuda and inputs.q_THK.dtype != torch.float64
     (_triton() if on_gpu else decode_reference).shift_window(inputs, window_S3C, slots_N, accepted_N, drafts)
 
@@ -151,9 +164,11 @@ def fold_inplace(
     The caller subtracts 64 from those lengths. target_N: int32 [N], slots that get the new matrices (default: where
     the old ones lie), so that a shared matrix is never changed: the caller then makes target_N[n] the matrix of n. A
     target must not be another sequence's matrix in the same call. The tail always stays in slots_N[n].
+    Raises Error for shapes, dtypes and devices that do not fit.
     """
     if target_N is None:
         target_N = slots_N if matrices_N is None else matrices_N
+    check_fold(matrix_SHKV, tail, {"lengths_N": lengths_N, "matrices_N": matrices_N, "target_N": target_N}, slots_N)
     on_gpu = matrix_SHKV.is_cuda and matrix_SHKV.dtype == torch.float32
     (_triton() if on_gpu else decode_reference).fold(matrix_SHKV, tail, lengths_N, slots_N, matrices_N, target_N, gate)
 

@@ -159,11 +159,12 @@ class Call:
                 raise Error(f"{name} is on {tensor.device}; inputs.q_THK is on {device}")
             if not (tensor[0] if tensor.dim() > 1 and tensor.shape[0] else tensor).is_contiguous():
                 raise Error(f"{name} has strides {tensor.stride()}; must be dense within its first dimension")
-        if w.A_log_H.numel() != heads or w.dt_bias_HK.numel() != heads * K:
-            raise Error(
-                f"weights.A_log_H has {w.A_log_H.numel()} and dt_bias_HK {w.dt_bias_HK.numel()} elements; "
-                f"must be {heads} and {heads * K}"
-            )
+        for name, tensor, numbers in (("A_log_H", w.A_log_H, heads), ("dt_bias_HK", w.dt_bias_HK, heads * K)):
+            if tensor.numel() != numbers or not tensor.is_contiguous() or tensor.device != device:
+                raise Error(
+                    f"weights.{name} has {tensor.numel()} elements, strides {tensor.stride()} and is on "
+                    f"{tensor.device}; must be {numbers}, contiguous, on {device}"
+                )
         if not self.matrix_SHKV.is_contiguous() or not self.window_S3C.is_contiguous():
             raise Error("matrix_SHKV and window_S3C must be contiguous: they are slot pools")
         for name in ("slots_N", "counts_N", "matrices_N", "target_N"):
@@ -173,8 +174,13 @@ class Call:
         if self.on_gpu:
             if self.matrix_SHKV.dtype != torch.float32:
                 raise Error(f"matrix_SHKV is {self.matrix_SHKV.dtype}; the kernel keeps float32")
-            if K not in KERNEL_DIMS or V not in KERNEL_DIMS:
-                raise Error(f"key and value dims are {K} and {V}; the kernel does 16, 32, 64, 128")
+            check_kernel_dims(K, V)
+
+
+def check_kernel_dims(K: int, V: int) -> None:
+    """Raise Error unless the kernels do these widths."""
+    if K not in KERNEL_DIMS or V not in KERNEL_DIMS:
+        raise Error(f"key and value dims are {K} and {V}; the kernel does 16, 32, 64, 128")
 
 
 def check_slots(slots_N: torch.Tensor, tokens: int, drafts: int) -> None:
@@ -188,17 +194,59 @@ def check_slots(slots_N: torch.Tensor, tokens: int, drafts: int) -> None:
 
 
 def check_index(name: str, index_N: torch.Tensor | None, count: int, device: torch.device) -> None:
-    """Raise Error unless the index is int32 [count] on the device, or None."""
+    """Raise Error unless the index is contiguous int32 [count] on the device, or None."""
     if index_N is None:
         return
     if index_N.device != device or index_N.dtype != torch.int32:
         raise Error(f"{name} is {index_N.dtype} on {index_N.device}; must be int32 on {device}")
-    if tuple(index_N.shape) != (count,):
-        raise Error(f"{name} has shape {tuple(index_N.shape)}; must be ({count},), one a sequence")
+    if tuple(index_N.shape) != (count,) or not index_N.is_contiguous():
+        raise Error(
+            f"{name} has shape {tuple(index_N.shape)} and strides {index_N.stride()}; "
+            f"must be contiguous ({count},), one a sequence"
+        )
+
+
+def check_shift(
+    inputs: Projected, window_S3C: torch.Tensor, slots_N: torch.Tensor, accepted_N: torch.Tensor, drafts: int
+) -> None:
+    """Raise Error unless the windows fit the tokens, and both indices their sequences."""
+    tokens, heads, K = inputs.q_THK.shape
+    V, device = inputs.v_THV.shape[-1], inputs.q_THK.device
+    check_slots(slots_N, tokens, drafts)
+    for name, index_N in (("slots_N", slots_N), ("accepted_N", accepted_N)):
+        check_index(name, index_N, tokens // drafts, device)
+    shapes = {
+        "inputs.k_THK": (inputs.k_THK, (tokens, heads, K)),
+        "inputs.v_THV": (inputs.v_THV, (tokens, heads, V)),
+        "window_S3C": (window_S3C, (len(window_S3C), WIDTH - 1, heads * (2 * K + V))),
+    }
+    for name, (x, shape) in shapes.items():
+        if tuple(x.shape) != shape or x.device != device:
+            raise Error(f"{name} is {tuple(x.shape)} on {x.device}; must be {shape} on {device}")
+    if not window_S3C.is_contiguous():
+        raise Error("window_S3C must be contiguous: it is a slot pool")
+    if inputs.q_THK.is_cuda and inputs.q_THK.dtype != torch.float64:
+        check_kernel_dims(K, V)
+
+
+def check_fold(
+    matrix_SHKV: torch.Tensor, tail: Tail, indices: dict[str, torch.Tensor | None], slots_N: torch.Tensor
+) -> None:
+    """Raise Error unless the tails fit the matrices, and every index the sequences of slots_N."""
+    if matrix_SHKV.dim() != 4 or not matrix_SHKV.is_contiguous():
+        raise Error(f"matrix_SHKV has shape {tuple(matrix_SHKV.shape)}; must be contiguous [slots, H, K, V]")
+    _, heads, K, V = matrix_SHKV.shape
+    check_tail(tail, len(tail.k_SHRK), heads, K, V)
+    if tail.k_SHRK.device != matrix_SHKV.device:
+        raise Error(f"tail is on {tail.k_SHRK.device}; must be on {matrix_SHKV.device} as matrix_SHKV is")
+    for name, index_N in {"slots_N": slots_N, **indices}.items():
+        check_index(name, index_N, len(slots_N), matrix_SHKV.device)
+    if matrix_SHKV.is_cuda and matrix_SHKV.dtype == torch.float32:
+        check_kernel_dims(K, V)
 
 
 def check_tail(tail: Tail, slots: int, heads: int, K: int, V: int) -> None:
-    """Raise Error unless the tail has room for 71 entries in each slot."""
+    """Raise Error unless the tail has room for 71 entries in each slot, in one place."""
     for name, ring, dim in (("k_SHRK", tail.k_SHRK, K), ("u_SHRV", tail.u_SHRV, V), ("g_SHRK", tail.g_SHRK, K)):
         if tuple(ring.shape) != (slots, heads, CAPACITY, dim) or not ring.is_contiguous():
             raise Error(f"tail.{name} is {tuple(ring.shape)}; must be contiguous {(slots, heads, CAPACITY, dim)}")
@@ -216,7 +264,10 @@ __all__ = [
     "Projected",
     "Tail",
     "Weights",
+    "check_fold",
     "check_index",
+    "check_kernel_dims",
+    "check_shift",
     "check_slots",
     "check_tail",
 ]

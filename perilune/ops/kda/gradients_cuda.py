@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from perilune.ops import nvrtc
+from perilune.ops.aligned import on_16_bytes
 
 if TYPE_CHECKING:
     from perilune.ops.kda.triton_forward import Inputs
@@ -112,7 +113,7 @@ def gradients(
     d_o: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, dg_raw, d beta_logit, d A_log [H], d dt_bias [H, K]; arguments as `arguments` has them."""
-    d_o = d_o.to(torch.bfloat16).contiguous()
+    d_o = on_16_bytes(d_o.to(torch.bfloat16))
     filled, (dq, dk, dv, dg, d_beta, d_A, d_bias) = arguments(x, A, norms, S, U, dS, dU, d_o)
     if filled.count:
         with torch.cuda.device(x.q.device):

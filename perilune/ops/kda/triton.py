@@ -62,6 +62,7 @@ class _Kda(torch.autograd.Function):
         else:
             p, S, U = ctx.kept
             ctx.kept = None
+        d_o = within_reach(d_o)
         d_final = None if d_final is None else d_final.contiguous()
         d_states = None if d_states is None else d_states.contiguous()
         d_initial, dS, dU = reverse_scan(x, p, d_o, d_final, d_states, ctx.slots)
@@ -112,7 +113,15 @@ def kda_maps(raw: Raw, gate: Gate, sequences: Sequences) -> tuple[torch.Tensor, 
 
 def inputs(raw: Raw, gate: Gate, sequences: Sequences) -> Inputs:
     small = (raw.A_log_H.float().contiguous(), raw.dt_bias_HK.float().contiguous())
-    return Inputs(*raw[:5], *small, gate, layout(sequences, raw.q_THK.device))
+    q, k, v, g, beta = (within_reach(x) for x in raw[:5])
+    return Inputs(q, k, v, g, beta, *small, gate, layout(sequences, raw.q_THK.device))
+
+
+def within_reach(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, ...], or a copy: the kernels take 32-bit offsets from a chunk's first token to all of its numbers."""
+    token, _, *inner = x.stride()
+    reach = 64 * token + sum(n * stride for n, stride in zip(x.shape[2:], inner, strict=True))
+    return x if reach < 2**31 else x.contiguous()
 
 
 def supports(q_THK: torch.Tensor, v_THV: torch.Tensor) -> bool:

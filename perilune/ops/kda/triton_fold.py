@@ -20,9 +20,10 @@ def fold_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
     """first_tile [N+1]: tiles of sequence n. entry, after [tiles, H, K, V]: filled with each tile's states."""
-    part = tl.program_id(0)
-    h = tl.program_id(1)
-    n = tl.program_id(2)
+    pid = tl.program_id(0)
+    part = pid % (V // BV)
+    h = pid // (V // BV) % H
+    n = pid // (V // BV * H)
     rows = tl.arange(0, K)[:, None]
     cols = part * BV + tl.arange(0, BV)[None, :]
     inner = tl.arange(0, BK)

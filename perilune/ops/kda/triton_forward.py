@@ -239,7 +239,7 @@ def scan_segmented(
     entry, after = torch.empty_like(B), torch.empty_like(B)
     if len(B):
         BV = min(32, V)
-        fold_kernel[(V // BV, H, N)](
+        fold_kernel[(V // BV * H * N,)](
             M, B, initial, entry, after, tiles.first_tile, H,
             K=K, V=V, BV=BV, BK=min(32, K), INITIAL=initial is not None, num_warps=4,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from perilune.errors import Error
+from perilune.ops.checks import FLOATS
 from perilune.ops.mla import paged_cuda, paged_reference
 from perilune.ops.sequences import Sequences
 
@@ -62,9 +63,9 @@ def paged_attention(
     if q_THL.ndim != 3 or q_THL.shape[1] < 1:
         raise Error(f"paged_attention: q_THL has shape {tuple(q_THL.shape)}; must be [N * drafts, H >= 1, L]")
     shape = (count * drafts, q_THL.shape[1], pages_PSL.shape[2])
-    _check_shape("paged_attention", "q_THL", q_THL, shape, pages_PSL.device, _FLOATS)
-    if split < 64 or split % 64:
-        raise Error(f"paged_attention: split is {split}; must be a multiple of 64")
+    _check_shape("paged_attention", "q_THL", q_THL, shape, pages_PSL.device, FLOATS)
+    if not 64 <= split < 2**31 or split % 64:
+        raise Error(f"paged_attention: split is {split}; must be a multiple of 64 below 2^31")
     if scale <= 0:
         raise Error(f"paged_attention: scale is {scale}; must be positive")
     chosen = implementation(q_THL, pages_PSL, rank)
@@ -123,7 +124,7 @@ def append_rows_inplace(
     if not pages_PSL.is_contiguous():
         raise Error(f"append_rows_inplace: pages_PSL has strides {pages_PSL.stride()}; must be contiguous")
     tokens = rows_TL.shape[0] if rows_TL.ndim else 0
-    _check_shape("append_rows_inplace", "rows_TL", rows_TL, (tokens, pages_PSL.shape[2]), pages_PSL.device, _FLOATS)
+    _check_shape("append_rows_inplace", "rows_TL", rows_TL, (tokens, pages_PSL.shape[2]), pages_PSL.device, FLOATS)
     _check_shape("append_rows_inplace", "slots_T", slots_T, (tokens,), pages_PSL.device, (torch.int32, torch.int64))
     if rows_TL.is_cuda and rows_TL.dtype != torch.float64 and importlib.util.find_spec("triton"):
         _triton().append_rows_inplace(pages_PSL, rows_TL, slots_T, row_scale)
@@ -141,8 +142,8 @@ def gather_rows(
     """
     _check_pages("gather_rows", pages_PSL, 1, row_scale)
     count = _check_table("gather_rows", table_NM, pages_PSL)
-    if dtype not in _FLOATS:
-        raise Error(f"gather_rows: dtype is {dtype}; allowed: {_names(_FLOATS)}")
+    if dtype not in FLOATS:
+        raise Error(f"gather_rows: dtype is {dtype}; allowed: {_names(FLOATS)}")
     if rows.count != count:
         raise Error(f"gather_rows: rows has {rows.count} sequences but table_NM {count}")
     room = table_NM.shape[1] * pages_PSL.shape[1]
@@ -152,9 +153,6 @@ def gather_rows(
     return paged_reference.gather_rows(pages_PSL, table_NM, rows, dtype, row_scale)
 
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
@@ -162,6 +160,8 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 def _check_pages(op: str, pages: torch.Tensor, rank: int, row_scale: float) -> None:
     if pages.ndim != 3 or min(pages.shape[1:]) < 1:
         raise Error(f"{op}: pages_PSL has shape {tuple(pages.shape)}; must be [pages, tokens a page, row width]")
+    if pages.shape[0] * pages.shape[1] >= 2**31:
+        raise Error(f"{op}: pages_PSL has {pages.shape[0] * pages.shape[1]} rows; must be fewer than 2^31")
     if pages.dtype not in PAGE_DTYPES:
         raise Error(f"{op}: pages_PSL is {pages.dtype}; allowed: {_names(PAGE_DTYPES)}")
     if not 1 <= rank <= pages.shape[2]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from perilune.errors import Error
+from perilune.ops.checks import check_floats
 from perilune.ops.precision import widen
 from perilune.ops.sequences import Sequences
 
@@ -50,6 +51,10 @@ def check_attention(
     causal: bool = True,
 ) -> None:
     """Raise Error unless the tensors and the two cuts fit together."""
+    for name, x in (("q_THQ", q_THQ), ("k_SHQ", k_SHQ), ("v_SHV", v_SHV)):
+        if x.ndim != 3:
+            raise Error(f"{op}: {name} has shape {tuple(x.shape)}; must have three dimensions: tokens, heads, width")
+    check_floats(op, q_THQ=q_THQ, k_SHQ=k_SHQ, v_SHV=v_SHV)
     queries.check_total(f"{op}: q_THQ", q_THQ.shape[0])
     keys.check_total(f"{op}: k_SHQ", k_SHQ.shape[0])
     if q_THQ.shape[1:] != k_SHQ.shape[1:]:

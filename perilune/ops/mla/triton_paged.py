@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from perilune.ops.aligned import on_16_bytes
 from perilune.ops.mla import paged_cuda
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -177,7 +178,7 @@ def paged_attention(
     cuda: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `paged.paged_attention`; arguments are checked. cuda: take latent.cu for the splits."""
-    q_THL, table_NM, lengths_N = q_THL.contiguous(), table_NM.contiguous(), lengths_N.contiguous()
+    q_THL, table_NM, lengths_N = on_16_bytes(q_THL), table_NM.contiguous(), lengths_N.contiguous()
     (rows, heads, width), count, device = q_THL.shape, table_NM.shape[0], q_THL.device
     S = pages_PSL.shape[1]
     o_THC = q_THL.new_empty(rows, heads, rank)

@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from perilune.ops.aligned import on_16_bytes
 from perilune.ops.mla import varlen_cuda
 from perilune.ops.mla.tiles import key_tiles, query_tiles
 from perilune.ops.mla.triton_backward import delta_kernel, keys_kernel, queries_kernel
@@ -80,7 +81,7 @@ class _Attention(torch.autograd.Function):
         causal: bool,
         cuda: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q_THQ, k_SHQ, v_SHV = q_THQ.contiguous(), aligned(k_SHQ), aligned(v_SHV)
+        q_THQ, k_SHQ, v_SHV = on_16_bytes(q_THQ), aligned(k_SHQ), aligned(v_SHV)
         if cuda:
             table = query_tiles(queries.lengths, keys.lengths, varlen_cuda.TILE, causal, q_THQ.device)
             o_THV, lse_HT, max_logit_H = varlen_cuda.forward(q_THQ, k_SHQ, v_SHV, table, scale, causal)
@@ -230,7 +231,7 @@ def aligned(x_THW: torch.Tensor) -> torch.Tensor:
     size = x_THW.element_size()
     fits = x_THW.stride(2) == 1 and x_THW.data_ptr() % 16 == 0
     fits = fits and all(s > 0 and s * size % 16 == 0 for s in x_THW.stride()[:2])
-    return x_THW if fits else x_THW.contiguous()
+    return x_THW if fits else on_16_bytes(x_THW)
 
 
 def _rows(x_THW: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

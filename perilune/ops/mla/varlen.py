@@ -32,11 +32,12 @@ def attention(
     o_THV has v's dtype, 0 where a query sees no key. lse_TH (natural log of the sum of exponentials, -inf without keys)
     and max_logit_H (the exact largest scale * q k over all visible pairs, -inf without any; what QK-clip needs) are in
     max(fp32, dtype) and carry no gradient. Level: bitwise-layout; packed = separate bit for bit.
-    Raises Error when shapes do not fit or a causal sequence has fewer keys than queries.
+    Raises Error when shapes do not fit, a causal sequence has fewer keys than queries, on mixed devices, and for dtypes
+    other than bf16, fp16, fp32 and fp64.
     """
+    reference.check_attention("attention", q_THQ, k_SHQ, v_SHV, queries, keys, causal)
     chosen = implementation(q_THQ, k_SHQ, v_SHV, scale)
     if chosen != "reference" and queries.total and keys.total:
-        reference.check_attention("attention", q_THQ, k_SHQ, v_SHV, queries, keys, causal)
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _triton().attention(
             q_THQ, k_SHQ, v_SHV, queries, keys, scale, causal, cuda=chosen == "cuda"
         )

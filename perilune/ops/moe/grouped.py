@@ -136,6 +136,7 @@ def _forward(
     """(y_RL, h_R2F where it is to be kept). The last product reads a alone, so y may be written over the rows."""
     activation, exact, save, clean, inner_rule = options
     gate_up, down, gate_up_scales, down_scales = tensors
+    row_weights_R = None if row_weights_R is None else row_weights_R.contiguous()
     rows_RL = x_RL if order_R is None else spread(x_RL, order_R, _choices(x_RL, order_R))
     room = _room(rows_RL, tensors, exact)
     up_weight, down_weight = Weight(gate_up, gate_up_scales), Weight(down, down_scales)
@@ -266,6 +267,7 @@ def _begin(
     gate_up, down, gate_up_scales, down_scales = tensors
     up_weight, down_weight = Weight(gate_up, gate_up_scales), Weight(down, down_scales)
     d_y_RL = d_y_RL.contiguous()
+    row_weights_R = None if row_weights_R is None else row_weights_R.contiguous()
     room = _room(rows_RL, tensors, exact)
     if h_R2F is None:
         h_R2F = room.product(rows_RL, up_weight, offs_E, exact)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from perilune.errors import Error
+from perilune.ops.checks import check_device, check_floats
 from perilune.ops.moe import reference
 from perilune.ops.moe.reference import Routing
 
@@ -23,8 +24,12 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, scale: floa
     s = sigmoid(logits) in fp32 (fp64 for fp64 logits); the top_k of s + bias are chosen; the weights are
     s / (sum of the chosen s + 1e-20) * scale, or s * scale without renormalize. The bias only selects: neither
     weights nor gradients see it. Bitwise-batch; on a GPU ids, scores and threshold are those of the reference to the
-    bit, the weights to 2 ulp. Raises Error unless 1 <= top_k <= E and bias_E is [E].
+    bit, the weights to 2 ulp. Raises Error unless logits_TE is [T, E], bias_E [E] on its device,
+    and 1 <= top_k <= E.
     """
+    if logits_TE.ndim != 2:
+        raise Error(f"route: logits_TE has shape {tuple(logits_TE.shape)}; must be [T, E]")
+    check_floats("route", logits_TE=logits_TE, bias_E=bias_E)
     experts = logits_TE.shape[-1]
     if not 1 <= top_k <= experts:
         raise Error(f"route: top_k is {top_k}; must be in 1..{experts}")
@@ -38,14 +43,28 @@ def permute(ids_TJ: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
 
     Row r of the grouped layout is choice order_R[r] of the flattened ids_TJ, that is token order_R[r] // J; within
     an expert, rows keep the order of tokens. Expert e owns rows offs_E[e-1]:offs_E[e] (from 0 for e = 0).
-    On a GPU nothing is read back.
+    On a GPU nothing is read back. Raises Error unless ids_TJ is int64 [T, J].
     """
+    if ids_TJ.ndim != 2 or ids_TJ.dtype != torch.int64 or experts < 1:
+        raise Error(
+            f"permute: ids_TJ is {ids_TJ.dtype} {tuple(ids_TJ.shape)}, of {experts} experts; "
+            "must be int64 [T, J] of at least one"
+        )
     order_R, offs_E = _room(ids_TJ).permute(ids_TJ, experts)
     return order_R, offs_E
 
 
 def dispatch(x_TL: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
-    """rows_RL: each token's input copied to its top_k rows. The gradient adds a token's rows in choice order."""
+    """rows_RL: each token's input copied to its top_k rows. The gradient adds a token's rows in choice order.
+
+    Raises Error unless x_TL is [T, L] and order_R has T top_k rows, on its device.
+    """
+    if x_TL.ndim != 2 or order_R.shape != (x_TL.shape[0] * top_k,):
+        raise Error(
+            f"dispatch: x_TL is {tuple(x_TL.shape)} and order_R {tuple(order_R.shape)} with top_k {top_k}; "
+            "must be [T, L] and [T * top_k]"
+        )
+    check_device("dispatch", "x_TL", x_TL, "order_R", order_R)
     rows_RL: torch.Tensor = _Dispatch.apply(x_TL, order_R, top_k)  # type: ignore[no-untyped-call]
     return rows_RL
 
@@ -57,10 +76,20 @@ def combine(
 
     weights_TJ None is the plain sum of top_k rows a token (rows weighted earlier, `experts(row_weights_R=...)`), of
     which nothing is kept for the backward pass. rows_RL may be longer than T J: what lies past the routed rows is
-    neither read nor given a gradient but zero. Raises Error when neither weights_TJ nor a top_k that fits is given.
+    neither read nor given a gradient but zero. Raises Error when neither weights_TJ nor a top_k that fits is given, for
+    shapes that do not fit, and on mixed devices.
     """
     if weights_TJ is None and (top_k is None or top_k < 1 or order_R.shape[0] % top_k):
         raise Error(f"combine: top_k is {top_k}; without weights_TJ it must divide the {order_R.shape[0]} rows")
+    routed = order_R.shape[0]
+    if rows_RL.ndim != 2 or rows_RL.shape[0] < routed or (weights_TJ is not None and weights_TJ.numel() != routed):
+        weights = None if weights_TJ is None else tuple(weights_TJ.shape)
+        raise Error(
+            f"combine: rows_RL is {tuple(rows_RL.shape)} and weights_TJ {weights} for the {routed} rows of order_R; "
+            "must be [>= R, L] and [T, J] with T J = R"
+        )
+    check_floats("combine", rows_RL=rows_RL, weights_TJ=weights_TJ)
+    check_device("combine", "rows_RL", rows_RL, "order_R", order_R)
     y_TL: torch.Tensor = _Combine.apply(rows_RL, order_R, weights_TJ, top_k)  # type: ignore[no-untyped-call]
     return y_TL
 

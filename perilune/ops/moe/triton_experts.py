@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from perilune.config import Activation
+from perilune.ops.aligned import on_16_bytes
 from perilune.ops.moe import packed_cuda, products, triton_launch
 from perilune.ops.moe.products import Weight
 from perilune.ops.moe.triton_launch import Tile, glu_backward, zero_tail
@@ -43,7 +44,7 @@ def product(
     x_RK: torch.Tensor, weight: Weight, offs_E: torch.Tensor, exact: bool = False, out_RG: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `products.product`."""
-    x_RK, experts = _aligned(x_RK), offs_E.shape[0]
+    x_RK, experts = on_16_bytes(x_RK), offs_E.shape[0]
     stored = weight.stored
     if weight.scales is not None:
         if not weight.turned and packed_cuda.why_not(x_RK, stored, experts) is None:
@@ -74,7 +75,7 @@ def glu_product(
     if not few or (packed and keep):
         h_R2F = product(x_RL, gate_up, offs_E)
         return triton_launch.glu_forward(h_R2F, offs_E, activation, row_weights_R), h_R2F if keep else None
-    x_RL = _aligned(x_RL)
+    x_RL = on_16_bytes(x_RL)
     if gate_up.scales is not None:
         weights = (gate_up.stored, gate_up.scales)
         if hopper:
@@ -94,7 +95,7 @@ def weight_gradient(
 ) -> torch.Tensor:
     """See `products.weight_gradient`. `grouped_mm` is faster, but writes every expert."""
     if skip_empty:
-        return triton_launch.weight_gradient(_aligned(d_RG), _aligned(x_RK), offs_E, GRADIENT, True, out_EGK)
+        return triton_launch.weight_gradient(on_16_bytes(d_RG), on_16_bytes(x_RK), offs_E, GRADIENT, True, out_EGK)
     return products.weight_gradient(d_RG, x_RK, offs_E, out_EGK=out_EGK)
 
 
@@ -107,12 +108,6 @@ def _low(rows: int, experts: int, halves: int) -> Tile:
 
 def _packed(rows: int, experts: int) -> Tile:
     return Tile(16 if rows <= 12 * experts else 64, 128, 64, 3, 4, 3, swap=True)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Descriptors need 16-byte addresses: a view that starts elsewhere is copied."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 __all__ = ["glu_backward", "glu_product", "many", "product", "supports", "weight_gradient", "zero_tail"]

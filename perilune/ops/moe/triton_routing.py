@@ -41,7 +41,7 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, scale: floa
 
 def permute(ids_TJ: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `perilune.ops.moe.permute`."""
-    flat_R = ids_TJ.reshape(-1)
+    flat_R = ids_TJ.reshape(-1).contiguous()  # the first column of several is a view with gaps
     R, BE = flat_R.shape[0], triton.next_power_of_2(experts)
     order_R = flat_R.new_empty(R, dtype=torch.int64)
     offs_E = flat_R.new_empty(experts, dtype=torch.int32)
@@ -60,6 +60,7 @@ def permute(ids_TJ: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
 
 def row_of_choice(order_R: torch.Tensor) -> torch.Tensor:
     """The inverse permutation, int32: the grouped row of each flattened (token, choice)."""
+    order_R = order_R.contiguous()
     row_R = torch.empty_like(order_R, dtype=torch.int32)
     if order_R.shape[0]:
         invert_kernel[(triton.cdiv(order_R.shape[0], 1024),)](order_R, row_R, order_R.shape[0], B=1024)

@@ -18,7 +18,7 @@ import triton.language as tl
 @triton.jit
 def count_kernel(ids, counts, R, E, B: tl.constexpr, BE: tl.constexpr):
     """counts [P, E]: how many choices of block p go to expert e."""
-    p = tl.program_id(0)
+    p = tl.program_id(0).to(tl.int64)
     i = p * B + tl.arange(0, B)
     e = tl.arange(0, BE)
     choice = tl.load(ids + i, mask=i < R, other=-1).to(tl.int32)
@@ -34,7 +34,7 @@ def start_kernel(counts, totals, P, E, BP: tl.constexpr, BE: tl.constexpr):
     carry = tl.zeros([BE], tl.int32)
     for first in range(0, P, BP):
         p = first + tl.arange(0, BP)
-        at = counts + p[:, None] * E + e[None, :]
+        at = counts + p.to(tl.int64)[:, None] * E + e[None, :]
         inside = (p < P)[:, None] & (e < E)[None, :]
         found = tl.load(at, mask=inside, other=0)
         tl.store(at, tl.cumsum(found, 0) - found + carry[None, :], mask=inside)
@@ -45,7 +45,7 @@ def start_kernel(counts, totals, P, E, BP: tl.constexpr, BE: tl.constexpr):
 @triton.jit
 def place_kernel(ids, starts, totals, order, offs, R, E, B: tl.constexpr, BE: tl.constexpr):
     """order [R] and (by the first block) offs [E]."""
-    block = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)
     i = block * B + tl.arange(0, B)
     e = tl.arange(0, BE)
     total = tl.load(totals + e, mask=e < E, other=0)

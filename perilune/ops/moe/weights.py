@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from perilune.errors import Error
+from perilune.ops.checks import check_device, check_floats
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -52,8 +53,13 @@ def checked(
         wide = torch.promote_types(rows_RL.dtype, torch.float32)
         if row_weights_R.dtype != wide:
             raise Error(f"experts: row_weights_R is {row_weights_R.dtype}; must be {wide} for rows of {rows_RL.dtype}")
+        check_device("experts", "rows_RL", rows_RL, "row_weights_R", row_weights_R)
     if offs_E.dtype != torch.int32 or offs_E.dim() != 1 or not offs_E.is_contiguous():
         raise Error(f"experts: offs_E is {offs_E.dtype} {tuple(offs_E.shape)}; must be contiguous torch.int32 [E]")
+    check_floats("experts", rows_RL=rows_RL)
+    for name, x in {"offs_E": offs_E, "order_R": order_R, **vars(weights)}.items():
+        if x is not None:
+            check_device("experts", "rows_RL", rows_RL, name, x)
     if isinstance(weights, Packed):
         _check_packed(rows_RL, weights, offs_E)
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from perilune.errors import Error
+from perilune.ops.checks import check_floats
 from perilune.ops.implementation import Implementation, room
 from perilune.ops.implementation import implementation as _implementation
 from perilune.ops.norm.reference import l2_norm
@@ -20,11 +21,12 @@ MAX_WIDTH = 16384
 
 
 def rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """w * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype. Raises Error when the widths differ.
+    """w * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype.
 
-    Rounded to x's dtype before it is multiplied by the weight, as the released model code does.
+    Rounded to x's dtype before it is multiplied by the weight, as the released model code does. Raises Error when the
+    widths or devices differ, and for dtypes that are not bf16, fp16, fp32 or fp64.
     """
-    _check_width("rms_norm", x_TD, w_D)
+    _check("rms_norm", x_TD, w_D)
     y_TD: torch.Tensor = room(__name__, implementation(x_TD)).rms_norm(x_TD, w_D, eps)
     return y_TD
 
@@ -35,9 +37,9 @@ def add_rms_norm(
     """(s, rms_norm(s)) with s = x + added rounded to x's dtype: a residual addition and the norm behind it.
 
     One pass on a GPU, where the gradients of s and of the norm are added in one pass too.
-    Raises Error when shapes or dtypes differ.
+    Raises Error when shapes or dtypes differ, and as `rms_norm`.
     """
-    _check_width("add_rms_norm", x_TD, w_D)
+    _check("add_rms_norm", x_TD, w_D, added=added_TD)
     if added_TD.shape != x_TD.shape or added_TD.dtype != x_TD.dtype:
         raise Error(
             f"add_rms_norm: added is {added_TD.dtype} {tuple(added_TD.shape)}, x is {x_TD.dtype} {tuple(x_TD.shape)}; "
@@ -52,9 +54,10 @@ def add_rms_norm(
 def gated_rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, gate_TD: torch.Tensor, eps: float) -> torch.Tensor:
     """rms_norm(x; w) * sigmoid(gate), in fp32 (fp64 for fp64 input) throughout, cast once to x's dtype.
 
-    The output norm of KDA, per head: x_THV, w_V, gate_THV. Raises Error when the shapes differ.
+    The output norm of KDA, per head: x_THV, w_V, gate_THV. Raises Error when the shapes differ, and as
+    `rms_norm`.
     """
-    _check_width("gated_rms_norm", x_TD, w_D)
+    _check("gated_rms_norm", x_TD, w_D, gate=gate_TD)
     if gate_TD.shape != x_TD.shape:
         raise Error(f"gated_rms_norm: gate has shape {tuple(gate_TD.shape)}, x has {tuple(x_TD.shape)}; must be equal")
     y_TD: torch.Tensor = room(__name__, implementation(x_TD)).gated_rms_norm(x_TD, w_D, gate_TD, eps)
@@ -66,9 +69,10 @@ def implementation(x_TD: torch.Tensor) -> Implementation:
     return _implementation(x_TD, 1 <= x_TD.shape[-1] <= MAX_WIDTH)
 
 
-def _check_width(op: str, x: torch.Tensor, w: torch.Tensor) -> None:
-    if w.shape != x.shape[-1:]:
-        raise Error(f"{op}: weight has shape {tuple(w.shape)}; x of width {x.shape[-1]} needs ({x.shape[-1]},)")
+def _check(op: str, x: torch.Tensor, w: torch.Tensor, **more: torch.Tensor) -> None:
+    if not x.ndim or w.shape != x.shape[-1:]:
+        raise Error(f"{op}: weight has shape {tuple(w.shape)}; x of {tuple(x.shape)} needs {tuple(x.shape[-1:])}")
+    check_floats(op, x=x, weight=w, **more)
 
 
 __all__ = ["add_rms_norm", "gated_rms_norm", "implementation", "l2_norm", "rms_norm"]

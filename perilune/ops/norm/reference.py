@@ -55,7 +55,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, w, r = ctx.saved_tensors
-        d_x, d_w = _rms_backward(_rows(d_y), _rows(x), widen(w), r)
+        d_x, d_w = _rms_backward(_rows(d_y), _rows(x), w.to(r.dtype), r)
         return d_x.to(x.dtype).view(x.shape), d_w.to(w.dtype), None
 
 
@@ -65,13 +65,13 @@ class _GatedRmsNorm(torch.autograd.Function):
         wide = _rows(x)
         r = _inverse_norm(wide, wide.shape[-1], eps)
         ctx.save_for_backward(x, w, gate, r)
-        return (wide * r).mul_(widen(w)).mul_(sigmoid_forward(_rows(gate))).to(x.dtype).view(x.shape)
+        return (wide * r).mul_(widen(w)).mul_(sigmoid_forward(_rows(gate).to(r.dtype))).to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         x, w, gate, r = ctx.saved_tensors
-        wide_x, wide_w = _rows(x), widen(w)
-        s = sigmoid_forward(_rows(gate))
+        wide_x, wide_w = _rows(x), w.to(r.dtype)
+        s = sigmoid_forward(_rows(gate).to(r.dtype))
         d = s * _rows(d_y)
         d_x, d_w = _rms_backward(d, wide_x, wide_w, r)
         # d y/d gate = (x r w) s (1 - s); d already holds d_y s.
