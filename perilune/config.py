@@ -8,6 +8,7 @@ Kimi-Linear (`kimi_linear`).
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,11 @@ class Gate:
     def __post_init__(self) -> None:
         if self.mode not in ("safe", "softplus"):
             raise Error(f"gate.mode is {self.mode!r}; allowed: 'safe', 'softplus'")
-        number = isinstance(self.lower_bound, int | float)
-        if self.mode == "safe" and not (number and -5.0 <= float(self.lower_bound or 0.0) < 0.0):
-            raise Error(f"gate.lower_bound is {self.lower_bound}; mode 'safe' needs a number in [-5, 0)")
-        if self.mode == "softplus" and self.lower_bound is not None:
-            raise Error(f"gate.lower_bound is {self.lower_bound}; mode 'softplus' has none")
+        bound = self.lower_bound
+        if self.mode == "safe" and not (isinstance(bound, int | float) and -5 <= bound < 0):
+            raise Error(f"gate.lower_bound is {bound!r}; mode 'safe' needs a number in [-5, 0)")
+        if self.mode == "softplus" and bound is not None:
+            raise Error(f"gate.lower_bound is {bound!r}; mode 'softplus' has none")
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,7 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in ("silu", "situ"):
             raise Error(f"activation.kind is {self.kind!r}; allowed: 'silu', 'situ'")
-        for name in ("beta", "linear_beta"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise Error(f"activation.{name} is {value!r}; must be a number > 0")
+        _require_numbers({f"activation.{name}": getattr(self, name) for name in ("beta", "linear_beta")})
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,8 @@ class AttnResConfig:
     block_size: int
 
 
+# Of sizes and counts: ids of tokens, slots and pages are int32.
+LARGEST = 2**31 - 1
 SCALE_RULES = ("even", "floor", "rceil", "ceil")
 QUANTIZED_ACTIVATIONS = ("none", "inputs", "all")
 
@@ -207,7 +207,7 @@ class ModelConfig:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise Error(f"config {str(path)!r} cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Error(f"config {str(path)!r} is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise Error(f"config {str(path)!r} holds a {type(data).__name__}; must be a JSON object")
@@ -267,16 +267,17 @@ def _check(config: ModelConfig) -> None:
     if config.attn_res is not None:
         sizes["attn_res.block_size"] = config.attn_res.block_size
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if type(value) is not int or value < 1:
             raise Error(f"{name} is {value!r}; must be an integer >= 1")
-    for name, number in (
-        ("rms_norm_eps", config.rms_norm_eps),
-        ("mla.norm_eps", mla.norm_eps),
-        ("initializer_range", config.initializer_range),
-        ("moe.scaling_factor", moe.scaling_factor),
-    ):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
-            raise Error(f"{name} is {number!r}; must be a number > 0")
+        if value > LARGEST:
+            raise Error(f"{name} is {value}; must be at most {LARGEST}")
+    numbers = {
+        "rms_norm_eps": config.rms_norm_eps,
+        "mla.norm_eps": mla.norm_eps,
+        "initializer_range": config.initializer_range,
+        "moe.scaling_factor": moe.scaling_factor,
+    }
+    _require_numbers(numbers)
     for name, flag in (
         ("kda.full_rank_gate", kda.full_rank_gate),
         ("mla.output_gate", mla.output_gate),
@@ -288,28 +289,42 @@ def _check(config: ModelConfig) -> None:
     layers = kda.layers + mla.layers
     if len(layers) != config.num_layers or sorted(layers) != list(range(config.num_layers)):
         raise Error(
-            f"kda.layers and mla.layers (0-based {list(kda.layers)} and {list(mla.layers)}) must cover each of the "
-            f"{config.num_layers} layers exactly once"
+            f"kda.layers and mla.layers (0-based {list(kda.layers)} and {list(mla.layers)}) must cover each of "
+            f"num_layers = {config.num_layers} layers exactly once"
         )
     if not 1 <= moe.top_k <= moe.num_experts:
-        raise Error(f"moe.top_k is {moe.top_k}; must be between 1 and num_experts = {moe.num_experts}")
-    if not isinstance(config.dense_layers, int) or not 0 <= config.dense_layers <= config.num_layers:
-        raise Error(f"dense_layers is {config.dense_layers}; must be between 0 and num_layers = {config.num_layers}")
+        raise Error(f"moe.top_k is {moe.top_k}; must be between 1 and moe.num_experts = {moe.num_experts}")
+    if type(config.dense_layers) is not int or not 0 <= config.dense_layers <= config.num_layers:
+        raise Error(f"dense_layers is {config.dense_layers!r}; must be between 0 and num_layers = {config.num_layers}")
     if kda.conv_size != 4:
         raise Error(f"kda.conv_size is {kda.conv_size}; only 4 is supported")
     if moe.latent_norm and moe.latent_size is None:
         raise Error("moe.latent_norm is true but moe.latent_size is None; the norm acts on the latent width")
     if config.quant is not None:
-        for key, choice, allowed in (
-            ("scale_rule", config.quant.scale_rule, SCALE_RULES),
-            ("activations", config.quant.activations, QUANTIZED_ACTIVATIONS),
-        ):
-            if choice not in allowed:
-                raise Error(f"quant.{key} is {choice!r}; allowed: {', '.join(allowed)}")
-        width = moe.latent_size or config.hidden_size
-        for name, size in (("moe.expert_size", moe.expert_size), ("expert input width", width)):
+        _check_quant(config.quant)
+        wide = ("hidden_size", config.hidden_size) if moe.latent_size is None else ("moe.latent_size", moe.latent_size)
+        for name, size in (("moe.expert_size", moe.expert_size), wide):
             if size % config.quant.group_size:
                 raise Error(f"{name} is {size}; must be a multiple of quant.group_size = {config.quant.group_size}")
+
+
+def _check_quant(quant: QuantConfig) -> None:
+    for key, allowed in (
+        ("format", ("mxfp4-pack-quantized",)),
+        ("group_size", (32,)),
+        ("scale_rule", SCALE_RULES),
+        ("activations", QUANTIZED_ACTIVATIONS),
+    ):
+        if getattr(quant, key) not in allowed:
+            raise Error(f"quant.{key} is {getattr(quant, key)!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def _require_numbers(numbers: Mapping[str, Any]) -> None:
+    """Raise Error for what is no finite number > 0."""
+    for name, number in numbers.items():
+        # An int may be larger than any float.
+        if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
+            raise Error(f"{name} is {number!r}; must be a finite number > 0")
 
 
 __all__ = [

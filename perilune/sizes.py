@@ -121,7 +121,7 @@ def dtype(config: ModelConfig) -> str:
         for key in ("dtype", "torch_dtype"):
             value = config.hf_extra.get(level, {}).get(key)
             if value is not None:
-                if value not in BYTES:
+                if not isinstance(value, str) or value not in BYTES:
                     raise Error(f"config {key} is {value!r}; sizes are known for {', '.join(BYTES)}")
                 return str(value)
     return "bfloat16"
@@ -220,10 +220,14 @@ def _mlp(component: str, name: str, D: int, F: int, low: str, copies: int) -> It
 
 def _vision(vision: Mapping[str, Any], low: str) -> Iterator[Tensor]:
     """The image encoder and its projector: three colour channels, no biases."""
+    if not isinstance(vision, Mapping):
+        raise Error(f"vision_config is {vision!r}; must be a JSON object to count the vision part")
     D, F, QKV = (_size(vision, key) for key in ("vt_hidden_size", "vt_intermediate_size", "vt_qkv_hidden_size"))
     layers, patch = _size(vision, "vt_num_hidden_layers"), _size(vision, "patch_size")
     grid = (_size(vision, "init_pos_emb_height"), _size(vision, "init_pos_emb_width"))
-    merge = vision.get("merge_kernel_size", (2, 2))
+    merge = vision.get("merge_kernel_size", [2, 2])
+    if not isinstance(merge, list) or not all(type(size) is int and size >= 1 for size in merge):
+        raise Error(f"vision_config.merge_kernel_size is {merge!r}; must be a list of integers >= 1")
     merged, text = _size(vision, "mm_hidden_size") * prod(merge), _size(vision, "text_hidden_size")
     tower, projector = VISION
     yield Tensor(tower, "patch_embed.proj", (D, 3, patch, patch), low)
@@ -242,7 +246,7 @@ def _vision(vision: Mapping[str, Any], low: str) -> Iterator[Tensor]:
 
 def _size(vision: Mapping[str, Any], key: str) -> int:
     value = vision.get(key)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise Error(f"vision_config.{key} is {value!r}; must be an integer >= 1 to count the vision part")
     return value
 

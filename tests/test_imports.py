@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -64,12 +65,17 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         perilune.nothing  # noqa: B018
 
 
-def test_every_room_lists_its_public_names() -> None:
+def test_every_room_lists_its_public_names_and_says_what_they_are() -> None:
     for init in sorted((ROOT / "perilune").rglob("__init__.py")):
         name = ".".join(init.parent.relative_to(ROOT).parts)
         module = import_module(name)
         for public in getattr(module, "__all__", ()):
             assert hasattr(module, public), f"{name}.__all__ names {public!r}, which is not there"
+            thing = getattr(module, public)
+            if inspect.isfunction(thing) or inspect.isclass(thing):
+                # A dataclass without a docstring is given its signature for one.
+                said = (thing.__doc__ or "").partition(f"{thing.__name__}(")[0]
+                assert said, f"{name}.{public} has no docstring"
 
 
 def test_rooms_import_downwards_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,20 @@ def test_a_vision_part_without_a_size_is_named() -> None:
         count(ModelConfig.from_hf(hf))
 
 
-def test_an_unknown_dtype_is_named() -> None:
+@pytest.mark.parametrize("field", ["vision_config", "merge_kernel_size", "patch_size", "vt_num_hidden_layers"])
+def test_a_vision_part_of_another_type_is_named(field: str) -> None:
+    for value in ("x", ["x"], 1.5, -1, True):
+        hf = ModelConfig.from_pretrained("kimi-k3").to_hf()
+        (hf if field in hf else hf["vision_config"])[field] = value
+        with pytest.raises(Error, match=rf"{field} is {re.escape(repr(value))}; must be"):
+            count(ModelConfig.from_hf(hf))
+
+
+@pytest.mark.parametrize("dtype", ["int3", ["bfloat16"], 16])
+def test_an_unknown_dtype_is_named(dtype: object) -> None:
     hf = ModelConfig.from_pretrained("nano").to_hf()
-    hf["text_config"]["dtype"] = "int3"
-    with pytest.raises(Error, match="dtype is 'int3'"):
+    hf["text_config"]["dtype"] = dtype
+    with pytest.raises(Error, match=rf"dtype is {re.escape(repr(dtype))}; sizes"):
         count(ModelConfig.from_hf(hf))
 
 

@@ -5,13 +5,14 @@ Reading and writing go tensor by tensor, so the peak is the model plus one shard
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -57,24 +58,53 @@ def load(
 def save(model: Transformer, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
     """Write `model` as a checkpoint folder in the layout of its config's family.
 
-    A folder that is already there is replaced as a whole once everything is written; its other files (a tokenizer)
-    stay. Routed experts are packed to MXFP4 if `config.quant` is set. Raises Error on a full disk or a path that
-    cannot be written; the old folder is then untouched.
+    The files are written under another name in the folder and take the place of its old checkpoint at the end;
+    config.json goes first and comes last, so that what can be loaded is whole. Other files (a tokenizer) stay.
+    Routed experts are packed to MXFP4 if `config.quant` is set.
+
+    Raises Error on a full disk, a path that cannot be written (the old checkpoint is then untouched) and a folder that
+    another process is writing to.
     """
-    # A link is followed: the folder that it names is replaced, not the link.
-    folder = Path(folder).resolve()
+    folder = Path(folder)
+    new = not folder.exists()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise Error(f"checkpoint {str(folder)!r} cannot be written: {error.strerror}") from None
-    try:
-        _write(model, fresh, max_shard_bytes)
-        _replace(folder, fresh)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _claim(folder) as alone:
+            fresh = Path(tempfile.mkdtemp(prefix=WRITING, dir=folder))
+            try:
+                _write(model, fresh, max_shard_bytes)
+                _replace(folder, fresh)
+            finally:
+                _remove(fresh)
+            # Of processes that were killed.
+            for left in folder.glob(f"{WRITING}*") if alone else ():
+                shutil.rmtree(left, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise Error(f"checkpoint {str(folder)!r} cannot be written: {error}") from None
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        if new:
+            # Stays if it has become a checkpoint.
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def _claim(folder: Path) -> Iterator[bool]:
+    """Keep other calls of `save` out of a folder; False where its file system has no locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except BlockingIOError:
+            raise Error(
+                f"checkpoint {str(folder)!r} is being written by someone else; wait for it or choose another folder"
+            ) from None
+        except OSError:
+            alone = False
+        yield alone
+    finally:
+        os.close(handle)
 
 
 def _stored_values(entry: Entry, value: torch.Tensor, rule: str) -> dict[str, torch.Tensor]:
@@ -131,7 +161,7 @@ def _write(model: Transformer, folder: Path, limit: int) -> None:
     for level in (hf, hf.get("text_config", {})):
         if "dtype" in level:
             level["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     for path in folder.iterdir():
         # safetensors makes files that only their owner may read.
         path.chmod(0o644)
@@ -139,41 +169,47 @@ def _write(model: Transformer, folder: Path, limit: int) -> None:
 
 
 def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # What belongs to a checkpoint and goes with the old one; every other file of the folder stays.
 OURS = re.compile(r"config\.json|model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors")
+WRITING, CONFIG = ".writing-", "config.json"
 
 
 def _replace(folder: Path, fresh: Path) -> None:
-    """Put `fresh` in the place of `folder`, carrying over files that are no part of a checkpoint."""
-    fresh.chmod(0o755)
-    if not folder.exists():
-        fresh.rename(folder)
-        return
-    for path in folder.iterdir():
-        if OURS.fullmatch(path.name) or (fresh / path.name).exists():
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, fresh / path.name, symlinks=True)
-        else:
-            shutil.copy2(path, fresh / path.name, follow_symlinks=False)
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    """Move the checkpoint in `fresh` to `folder`, after the one there has moved to `fresh`/old; all or nothing."""
+    files = sorted(fresh.iterdir(), key=lambda path: path.name == CONFIG)
+    away = [path for path in folder.iterdir() if OURS.fullmatch(path.name)]
+    old = fresh / "old"
+    old.mkdir()
+    moves = [(path, old / path.name) for path in sorted(away, key=lambda path: path.name != CONFIG)]
+    moves += [(path, folder / path.name) for path in files]
+    done: list[tuple[Path, Path]] = []
     try:
-        folder.rename(old / "it")
-        try:
-            fresh.rename(folder)
-        except OSError:
-            (old / "it").rename(folder)
-            raise
-    except OSError:
-        # Empty unless the old folder could not be put back; then it stays here.
-        with suppress(OSError):
-            old.rmdir()
+        for source, target in moves:
+            source.rename(target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            target.rename(source)
         raise
+    _sync(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove(fresh: Path) -> None:
+    """All but an old checkpoint that could not be put back."""
+    for path in fresh.iterdir():
+        if path.is_file():
+            path.unlink(missing_ok=True)
+    for path in (fresh / "old", fresh):
+        with suppress(OSError):
+            path.rmdir()
 
 
 __all__ = ["load", "save"]

@@ -85,31 +85,29 @@ class Arrived:
 class Checkpoint:
     """An open folder whose tensors are those of its config. entries: each tensor of the model, in file order."""
 
-    def __init__(self, folder: Path, config: ModelConfig, tensors: dict[str, Stored], reader: Reader) -> None:
-        self.folder, self.config, self.tensors, self.reader = folder, config, tensors, reader
+    def __init__(
+        self, folder: Path, config: ModelConfig, tensors: dict[str, Stored], reader: Reader, identity: tuple[int, ...]
+    ) -> None:
+        self.folder, self.config, self.tensors, self.reader, self.identity = folder, config, tensors, reader, identity
+        _refuse_too_few(folder, config, len(tensors))
         self.entries = tuple(entries(config))
         ignored = () if config.quant is None else config.quant.hf.get("ignore", ())
         check_quantized(f"checkpoint {str(folder)!r}", self.entries, tensors.keys(), ignored)
         _compare(folder, self.entries, tensors)
+        _require_kinds(self.entries, tensors)
 
     def dtypes(self, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
         """Parameter name -> dtype: `dtype`, or the widest of the matrices' own (vectors keep theirs); float32 where
         that is always kept.
 
-        Raises Error for a stored dtype that is no floating-point weight, and for a `dtype` that a model cannot have.
+        Raises Error for a `dtype` that a model cannot have.
         """
         if dtype is not None and dtype not in KINDS.values():
             raise Error(f"dtype is {dtype}; allowed: {', '.join(map(str, KINDS.values()))}, or None")
         wide = torch.bfloat16
         for entry in self.entries:
-            for name in entry.stored():
-                kind = self.tensors[name].kind
-                if entry.packed and kind != "U8":
-                    raise Error(f"{name} has dtype {kind}; must be U8 (uint8)")
-                if not entry.packed and kind not in KINDS:
-                    raise Error(f"{name} has dtype {kind}; must be one of {', '.join(KINDS)}")
-                if not entry.packed and not entry.float32 and len(entry.shape) > 1:
-                    wide = torch.promote_types(wide, KINDS[kind])
+            if not entry.packed and not entry.float32 and len(entry.shape) > 1:
+                wide = torch.promote_types(wide, KINDS[self.tensors[entry.name].kind])
         kept = torch.promote_types(dtype or wide, torch.float32)
 
         def choose(entry: Entry) -> torch.dtype:
@@ -126,8 +124,16 @@ class Checkpoint:
         Raises Error for values where the format wants zeros.
         """
         if self.reader == "fastsafetensors":
-            return self._fill_fast(list(pieces))
+            size = self._fill_fast(list(pieces))
+            # It opened the files once more, by name.
+            self.require_unchanged()
+            return size
         return sum(self._put(piece, [self.tensors[name] for name in piece.entry.stored()]) for piece in pieces)
+
+    def require_unchanged(self) -> None:
+        """Raise Error if another checkpoint has taken the place of this one since it was opened."""
+        if _identity(self.folder) != self.identity:
+            raise Error(f"checkpoint {str(self.folder)!r} was replaced while it was read; read it again")
 
     def _fill_fast(self, pieces: Sequence[Piece]) -> int:
         """Tensors come file by file, in the files' order; one of which only a share is wanted is read whole."""
@@ -187,7 +193,8 @@ def open_checkpoint(folder: str | Path, reader: Reader = "safetensors") -> Itera
     """The checkpoint in a folder, open until the end of the block; no weight is read.
 
     Vision tensors are skipped and counted. Raises Error for a path that is no folder, listing missing, extra and
-    wrongly shaped tensors, for a truncated file, for an index that names a tensor or file that is not there, and for a
+    wrongly shaped tensors, for a dtype that is no weight's, for a truncated file, for an index that names a tensor or
+    file that is not there, for two sets of weights in one folder, for a folder that is replaced meanwhile, and for a
     reader that is unknown or not installed.
     """
     if reader not in get_args(Reader):
@@ -197,9 +204,12 @@ def open_checkpoint(folder: str | Path, reader: Reader = "safetensors") -> Itera
     folder = Path(folder)
     if not folder.is_dir():
         raise Error(f"checkpoint {str(folder)!r} is not a folder")
+    identity = _identity(folder)
     config = ModelConfig.from_pretrained(folder)
     with ExitStack() as stack:
-        yield Checkpoint(folder, config, _open(folder, stack), reader)
+        found = Checkpoint(folder, config, _open(folder, stack), reader, identity)
+        found.require_unchanged()
+        yield found
 
 
 def places_of(tensors: Mapping[str, torch.Tensor], entry: Entry) -> tuple[torch.Tensor, ...]:
@@ -215,10 +225,22 @@ def _place(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     return tensor if entry.rows is None else tensor[entry.rows[0] : entry.rows[1]]
 
 
+def _identity(folder: Path) -> tuple[int, ...]:
+    """Of the folder's config.json, which `save` takes away before all other files and puts there after them."""
+    try:
+        found = (folder / "config.json").stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 def _open(folder: Path, stack: ExitStack) -> dict[str, Stored]:
     index_path = folder / INDEX
     if index_path.exists():
         weight_map = _weight_map(index_path)
+        # Other libraries read the single file where there is one.
+        if (folder / SINGLE).exists() and SINGLE not in weight_map.values():
+            raise Error(f"checkpoint {str(folder)!r} has both {INDEX} and {SINGLE}; remove the one that is stale")
     elif (folder / SINGLE).exists():
         weight_map = None
     else:
@@ -226,9 +248,9 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for shard in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
         path = folder / shard
-        if not path.is_file():
-            raise Error(f"{INDEX} names the shard {shard!r}, which is not in {str(folder)!r}")
         try:
+            if not path.is_file():
+                raise Error(f"{INDEX} names the shard {shard!r}, which is not in {str(folder)!r}")
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise Error(f"shard {str(path)!r} cannot be read (truncated or damaged): {error}") from None
@@ -237,7 +259,11 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Stored]:
         absent = sorted(named - names)
         if absent:
             raise Error(f"{INDEX} places {_some(absent)} in {shard!r}, which does not hold it")
-        tensors |= {released_name(name): Stored(path, file, name) for name in named}
+        for name in sorted(named):
+            released = released_name(name)
+            if released in tensors:
+                raise Error(f"{tensors[released].name} and {name} in {str(folder)!r} are one tensor of the model")
+            tensors[released] = Stored(path, file, name)
     return tensors
 
 
@@ -246,12 +272,32 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = set(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise Error(f"{str(path)!r} is not an index: a JSON object with 'weight_map'") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise Error(f"{str(path)!r} names the shard {name!r}; must be the name of a file in the same folder")
     return dict(weight_map)
+
+
+def _refuse_too_few(folder: Path, config: ModelConfig, held: int) -> None:
+    """A config that is wrong about its experts may ask for more names than fit into memory."""
+    least = 3 * len(config.sparse_layers) * config.moe.num_experts
+    if least > held:
+        raise Error(
+            f"checkpoint {str(folder)!r} does not fit its config.json; it has {held} tensors, which is too few for "
+            f"{len(config.sparse_layers)} layers of num_experts = {config.moe.num_experts}"
+        )
+
+
+def _require_kinds(wanted: Sequence[Entry], tensors: Mapping[str, Stored]) -> None:
+    for entry in wanted:
+        for name in entry.stored():
+            kind = tensors[name].kind
+            if entry.packed and kind != "U8":
+                raise Error(f"{name} has dtype {kind}; must be U8 (uint8)")
+            if not entry.packed and kind not in KINDS:
+                raise Error(f"{name} has dtype {kind}; must be one of {', '.join(KINDS)}")
 
 
 def _compare(folder: Path, wanted: Sequence[Entry], tensors: dict[str, Stored]) -> None:

@@ -4,18 +4,21 @@ import dataclasses
 import errno
 import json
 import logging
+import os
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 from models import GOLDENS, random_tokens, tiny_config, tiny_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from perilune import Error, Sequences, Transformer
+from perilune import Error, ModelConfig, Sequences, Transformer, sizes
 from perilune.config import QuantConfig
 from perilune.config_hf import mxfp4_quantization_config
-from perilune.model import checkpoint, initialize, load, places_of, save
+from perilune.model import checkpoint, initialize, load, outline, places_of, reading, save
 from perilune.model.names import entries
 
 
@@ -55,6 +58,27 @@ def test_every_parameter_is_covered_exactly_once() -> None:
             (place,) = places_of(count, entry)
             place.add_(1)
         assert all((c == 1).all() for c in count.values())
+
+
+@pytest.mark.parametrize(
+    "preset",
+    ["nano", "mini", *(pytest.param(big, marks=pytest.mark.slow) for big in ("kimi-linear-48b-a3b", "kimi-k3"))],
+)
+def test_the_names_of_a_preset_are_its_parameters(preset: str) -> None:
+    """Every value of every parameter has one name in the file, and there are as many names as the sizes room counts."""
+    config = ModelConfig.from_pretrained(preset)
+    model = outline(config)
+    numbers = {name: value.numel() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    filled, places, names = dict.fromkeys(numbers, 0), set(), set()
+    table = list(entries(config))
+    for entry in table:
+        filled[entry.param] += entry.valid or torch.Size(entry.shape).numel()
+        places.add((entry.param, entry.index, entry.rows))
+        names.update(entry.stored())
+    assert filled == numbers
+    assert len(places) == len(table)
+    vision = sum(tensor.stored for tensor in sizes.tensors(config) if tensor.component.startswith("vision"))
+    assert len(names) == sizes.count(config).tensors - vision
 
 
 def test_released_names_and_dtypes_are_kept(tmp_path: Path) -> None:
@@ -124,6 +148,113 @@ def test_replacing_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def small_model(seed: int) -> Transformer:
+    """Two layers, of which one has experts."""
+    config = tiny_config("kimi_linear")
+    kda, mla = dataclasses.replace(config.kda, layers=(0,)), dataclasses.replace(config.mla, layers=(1,))
+    return initialize(Transformer(dataclasses.replace(config, num_layers=2, kda=kda, mla=mla)), seed)
+
+
+def test_other_files_are_left_alone_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may hold a run's files, be the working directory, or be where a volume is mounted."""
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "log").write_text("1")
+    monkeypatch.chdir(tmp_path)
+    with open("log", "a") as log:
+        before = [path.stat().st_ino for path in (tmp_path, tmp_path / "steps", tmp_path / "log")]
+        save(small_model(1), ".")
+        save(small_model(2), ".")
+        log.write("2")
+    assert before == [path.stat().st_ino for path in (tmp_path, tmp_path / "steps", tmp_path / "log")]
+    assert Path("log").read_text() == "12"
+    assert same_weights(load("."), small_model(2))
+
+
+def test_two_writers_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused before it writes; the first is not disturbed."""
+    out, write = tmp_path / "out", checkpoint._write
+
+    def begin_another(model: Transformer, folder: Path, limit: int) -> None:
+        monkeypatch.setattr(checkpoint, "_write", write)
+        with pytest.raises(Error, match="is being written by someone else"):
+            save(small_model(2), out)
+        write(model, folder, limit)
+
+    monkeypatch.setattr(checkpoint, "_write", begin_another)
+    save(small_model(1), out)
+    assert same_weights(load(out), small_model(1))
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(old: bool, tmp_path: Path) -> None:
+    """At every file that it writes and every move that it makes; the next writer clears up."""
+    one, two = small_model(1), small_model(2)
+    seen = set[str]()
+    save(one, tmp_path / "one", max_shard_bytes=60_000)
+    for step in range(1, 100):
+        out = tmp_path / str(step)
+        if old:
+            shutil.copytree(tmp_path / "one", out)
+        child = os.fork()
+        if child == 0:
+            die_at(step)
+            save(two, out)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            assert same_weights(load(out), two)
+            break
+        if (out / "config.json").exists():
+            assert same_weights(load(out), one)
+            seen.add("one")
+        else:
+            with pytest.raises(Error, match=r"nor a folder with config\.json"):
+                load(out)
+            seen.add("none")
+    for out in (tmp_path / "1", tmp_path / str(step - 1)):
+        save(two, out)
+        assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert step > 6
+    assert seen == ({"none", "one"} if old else {"none"})
+
+
+def die_at(step: int) -> None:
+    """End this process, as a kill does, before its so-many-eth write or move."""
+    left = [step]
+
+    def counted(inner):
+        def call(*arguments, **options):
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+            return inner(*arguments, **options)
+
+        return call
+
+    checkpoint.save_file = counted(checkpoint.save_file)
+    for name in ("write_text", "rename", "chmod"):
+        setattr(Path, name, counted(getattr(Path, name)))
+
+
+def test_a_checkpoint_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of two checkpoints never make one model."""
+    out, opened = tmp_path / "out", []
+    save(small_model(1), out, max_shard_bytes=20_000)
+
+    def replace_after_first(path: Path, framework: str) -> object:
+        opened.append(path)
+        if len(opened) == 2:
+            save(small_model(2), out, max_shard_bytes=20_000)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(reading, "safe_open", replace_after_first)
+    with pytest.raises(Error, match="was replaced while it was read"):
+        load(out)
+    assert len(opened) > 2
+    assert same_weights(load(out), small_model(2))
+
+
 def test_a_link_is_followed(tmp_path: Path) -> None:
     save(tiny_model(seed=1), tmp_path / "real")
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -148,9 +279,12 @@ def test_weights_of_a_foreign_dtype_are_refused(dtype: torch.dtype, folder: Path
         load(folder)
 
 
-def test_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("old", [False, True])
+def test_full_disk_leaves_what_was_there(old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    save(tiny_model(seed=1), out)
+    if old:
+        save(tiny_model(seed=1), out)
+    before = sorted(tmp_path.rglob("*"))
     calls = []
 
     def full(tensors: dict, path: Path, metadata: dict) -> None:
@@ -164,11 +298,11 @@ def test_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(Error, match="No space left on device"):
         save(tiny_model(seed=2), out, max_shard_bytes=100_000)
     assert len(calls) == 2
-    assert same_weights(load(out), tiny_model(seed=1))
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not old or same_weights(load(out), tiny_model(seed=1))
 
 
-@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
 def test_a_rename_that_fails_leaves_the_old_checkpoint(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +319,7 @@ def test_a_rename_that_fails_leaves_the_old_checkpoint(
     with pytest.raises(Error, match="busy"):
         save(tiny_model(seed=2), out)
     assert same_weights(load(out), tiny_model(seed=1))
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_vision_tensors_are_skipped_and_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,6 +357,40 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+SHARD = "model-00001-of-000003.safetensors"
+
+
+def lie_about_header(folder: Path, size: int) -> None:
+    path = folder / SHARD
+    path.write_bytes(struct.pack("<Q", size) + path.read_bytes()[8:])
+
+
+def edit_header(folder: Path, **fields: object) -> None:
+    """Change what the shard says about its first tensor."""
+    path = folder / SHARD
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:end])
+    header[next(name for name in header if name != "__metadata__")] |= fields
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def store_twice(folder: Path) -> None:
+    """The dense MLP also under the name that transformers gives it."""
+    value = load_file(folder / SHARD)[DENSE]
+    other = DENSE.replace(".mlp.", ".block_sparse_moe.")
+    save_file({other: value + 1}, folder / "more.safetensors")
+    edit_index(folder, {other: "more.safetensors"})
+
+
+DENSE = "language_model.model.layers.0.mlp.gate_proj.weight"
 DAMAGE = {
     "truncated": (truncate, "truncated"),
     "garbage": (lambda f: (f / "model-00001-of-000003.safetensors").write_bytes(b"\0" * 40), "damaged"),
@@ -239,6 +407,25 @@ DAMAGE = {
     "scale dtype": (lambda f: edit_tensor(f, EXPERT + "_scale", lambda t: t.float()), "weight_scale has dtype F32"),
     "shard elsewhere": (lambda f: edit_index(f, {"x": "../ckpt/model-00001-of-000003.safetensors"}), "same folder"),
     "weight map a list": (lambda f: (f / checkpoint.INDEX).write_text('{"weight_map": [1]}'), "not an index"),
+    "empty shard": (lambda f: (f / SHARD).write_bytes(b""), "damaged"),
+    "header longer than the file": (lambda f: lie_about_header(f, 2**62), "damaged"),
+    "header shorter than it is": (lambda f: lie_about_header(f, 8), "damaged"),
+    "tensor past the end": (lambda f: edit_header(f, data_offsets=[0, 2**40]), "damaged"),
+    "tensor of another size": (lambda f: edit_header(f, shape=[2**40, 2**40]), "damaged"),
+    "tensor of an unknown dtype": (lambda f: edit_header(f, dtype="F3"), "damaged"),
+    "shard is the folder above": (lambda f: edit_index(f, {"x": ".."}), "not in"),
+    "shard with an absolute path": (lambda f: edit_index(f, {"x": "/etc/passwd"}), "same folder"),
+    "shard with a name that no system has": (lambda f: edit_index(f, {"x": "a" * 5000}), "cannot be read"),
+    "link to itself": (lambda f: ((f / SHARD).unlink(), (f / SHARD).symlink_to(f / SHARD)), "not in"),
+    "index is a folder": (lambda f: ((f / checkpoint.INDEX).unlink(), (f / checkpoint.INDEX).mkdir()), "not an index"),
+    "index without an end": (lambda f: (f / checkpoint.INDEX).write_text("[" * 100_000), "not an index"),
+    "config without an end": (lambda f: (f / "config.json").write_text("[" * 100_000), "not JSON"),
+    "two names of one tensor": (lambda f: store_twice(f), r"gate_proj.weight and .*gate_proj.weight in .* are one"),
+    "two sets of weights": (lambda f: save_file({"a": torch.zeros(1)}, f / "model.safetensors"), "has both"),
+    "more experts than memory": (lambda f: edit_config(f, num_experts=2**30), "too few for 13 layers of num_experts"),
+    "another vocabulary": (lambda f: edit_config(f, vocab_size=300), r"2 wrongly shaped: .*embed_tokens"),
+    "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings is True"),
+    "head left out": (lambda f: edit_index(f, {"language_model.lm_head.weight": None}), "1 missing: .*lm_head"),
     "A_log tail": (
         lambda f: edit_tensor(f, LAYER + "self_attn.A_log", lambda t: t + 1),
         "A_log.*must be zeros",

@@ -113,3 +113,23 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path, monkeypat
     monkeypatch.setattr(reading_fast, "read_tensors", cut)
     with pytest.raises(Error, match="fastsafetensors cannot read"):
         load(folder, reader="fastsafetensors")
+
+
+@fast
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library opens the files by name once more: weights of two checkpoints must not become one model."""
+    from perilune.model import reading_fast
+
+    inner: Callable[..., object] = reading_fast.read_tensors
+    others = [initialize(Transformer(load(folder).config), 4)]
+
+    def replace(path: Path, *rest: object) -> object:
+        if others:
+            save(others.pop(), folder, max_shard_bytes=60_000)
+        return inner(path, *rest)
+
+    monkeypatch.setattr(reading_fast, "read_tensors", replace)
+    with pytest.raises(Error, match="was replaced while it was read"):
+        load(folder, reader="fastsafetensors")
