@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
+from parallel_layers import DEVICE
 
 START = time.monotonic()
 # Stands in every row, since a file may hold rows of several runs.
 RUN = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
+# Without a GPU: small shapes over gloo, to see that every part runs; its times mean nothing.
+DRY = DEVICE.type != "cuda"
 
 
 def say(what: Any) -> None:
@@ -32,9 +34,47 @@ def seconds() -> float:
 
 def everywhere(value: float, op: Any = dist.ReduceOp.MAX) -> float:
     """The largest (or `op`) of all ranks' values."""
-    tensor = torch.tensor([value], dtype=torch.float64, device="cuda")
+    tensor = torch.tensor([value], dtype=torch.float64, device=DEVICE)
     dist.all_reduce(tensor, op=op)
     return float(tensor)
+
+
+def late(deadline: float) -> bool:
+    """Whether any rank is past it, in seconds since the start."""
+    return everywhere(seconds() - deadline) > 0
+
+
+def rest() -> None:
+    """Wait until the device has done all it was given."""
+    if not DRY:
+        torch.cuda.synchronize()
+
+
+def mark() -> Any:
+    """This moment of the current stream, or of the clock where there is none; for `between`, after a `rest`."""
+    if DRY:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Milliseconds."""
+    passed: float = (end - start) * 1e3 if DRY else start.elapsed_time(end)
+    return passed
+
+
+def forget_peak() -> None:
+    """Free what torch keeps for later, and count `peak_GB` from here."""
+    if not DRY:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_GB() -> float:
+    """Most memory of torch's allocator since `forget_peak`, of the fullest rank; 0 without a GPU."""
+    return everywhere(0.0 if DRY else torch.cuda.max_memory_allocated() / 1e9)
 
 
 Times = dict[str, float]  # median, min, max
@@ -42,14 +82,13 @@ Times = dict[str, float]  # median, min, max
 
 def once(call: Callable[[], Any]) -> float:
     """Milliseconds of the slowest rank, from a barrier."""
-    torch.cuda.synchronize()
+    rest()
     dist.barrier()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    start = mark()
     call()
-    end.record()
-    torch.cuda.synchronize()
-    return everywhere(start.elapsed_time(end))
+    end = mark()
+    rest()
+    return everywhere(between(start, end))
 
 
 def timed(call: Callable[[], Any], repeat: int, warm: int = 2) -> Times:
@@ -72,6 +111,8 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def uncovered(call: Callable[[], Any]) -> Times:
     """One call in milliseconds of the GPU: `call` in all, `nccl` while nothing but NCCL's kernels ran, which includes
     their waiting for other ranks, `idle` while nothing ran. Each the largest of all ranks."""
+    if DRY:
+        return {"call": round(once(call), 3), "nccl": 0.0, "idle": 0.0}
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     dist.barrier()
@@ -108,13 +149,18 @@ def machine() -> dict[str, Any]:
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
+    found = {"torch": torch.__version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    ranks = dist.get_world_size()
+    if DRY:
+        return {"device": "cpu, a dry run", "ranks": ranks} | found
+    # Not where there is no GPU, which may have none.
+    import triton
+
     return {
         "device": torch.cuda.get_device_name(),
-        "gpus": dist.get_world_size(),
+        "gpus": ranks,
         "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1],
-        "topology": shell("nvidia-smi", "topo", "-m").splitlines()[: dist.get_world_size() + 1],
+        "topology": shell("nvidia-smi", "topo", "-m").splitlines()[: ranks + 1],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "torch": torch.__version__,
         "triton": triton.__version__,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    } | found

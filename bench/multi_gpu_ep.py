@@ -20,9 +20,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from multi_gpu_common import RUN, captured, everywhere, once, say, seconds, spread
+from multi_gpu_common import (
+    DRY,
+    RUN,
+    between,
+    captured,
+    everywhere,
+    forget_peak,
+    late,
+    mark,
+    once,
+    peak_GB,
+    rest,
+    say,
+    seconds,
+    spread,
+)
 from multi_gpu_ep_check import check, wide_check
 from multi_gpu_ep_layer import ACT, F, J, L, M, draw, padded, plain
+from parallel_layers import DEVICE
 
 from perilune.ops import moe
 from perilune.ops.moe import Dense
@@ -33,7 +49,7 @@ EXPERT_BYTES = 3 * L * F * 2
 
 
 def add_arguments(group: Any) -> None:
-    group.add_argument("--ep-tokens", type=int, nargs="*", default=[8192, 1024])
+    group.add_argument("--ep-tokens", type=int, nargs="*", default=[64, 32] if DRY else [8192, 1024])
     group.add_argument(
         "--ep-loads",
         nargs="*",
@@ -53,23 +69,21 @@ def add_arguments(group: Any) -> None:
         ],
     )
     group.add_argument("--ep-repeat", type=int, default=5)
-    group.add_argument("--ep-seconds", type=float, default=200.0, help="after which no more is measured")
+    group.add_argument("--ep-seconds", type=float, default=190.0, help="after which no more is measured")
     group.add_argument("--ep-only", choices=["check", "times"])
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """What was found right, and the times of every layer."""
-    found: dict[str, Any] = {}
+def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Hand over what was found right, and the times of every layer."""
     deadline = seconds() + args.ep_seconds
     if args.ep_only != "times":
-        found["check"] = check() | {"wide_relative_difference": wide_check()}
-        say(found["check"])
-        torch.cuda.empty_cache()
+        found = check() | {"wide_relative_difference": wide_check()}
+        say(found)
+        keep({"check": found})
+        forget_peak()
     if args.ep_only != "check":
-        found["layers"] = []
         for tokens in args.ep_tokens:
-            found["layers"] += measure(tokens, args.ep_loads, args.ep_layers, args.ep_repeat, deadline)
-    return found
+            measure(tokens, args.ep_loads, args.ep_layers, args.ep_repeat, deadline, keep)
 
 
 def stages(
@@ -81,20 +95,19 @@ def stages(
     own = (weights.gate_up_E2FL, weights.down_ELF)
     ends_home = parallel.home
     for i in range(repeat + 2):
-        torch.cuda.synchronize()
+        rest()
         dist.barrier()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
-        marks[0].record()
+        marks = [mark()]
         planned = parallel.plan([ids])
-        marks[1].record()
+        marks.append(mark())
         generation = parallel.copies.push([own], planned)
         parallel.transport.barrier()
-        marks[2].record()
+        marks.append(mark())
         parallel.exchange.send([x], planned, [w])
         parallel.transport.barrier()
-        marks[3].record()
+        marks.append(mark())
         (rows,), (copied,), (wr,), (wc,) = parallel.exchange.receive(planned)
-        marks[4].record()
+        marks.append(mark())
         ends_G = planned.plan.ends_RG[dist.get_rank()]
         out = moe.experts(rows, weights, ends_G[:ends_home], ACT, row_weights_R=wr, clean=False)
         theirs = copied
@@ -102,36 +115,44 @@ def stages(
             slots = Dense(*parallel.copies.weights(0, generation))
             offs = ends_G[ends_home:] - ends_G[ends_home - 1]
             theirs = moe.experts(copied, slots, offs, ACT, row_weights_R=wc, clean=False)
-        marks[5].record()
+        marks.append(mark())
         parallel.exchange.return_rows([out], [theirs], planned)
         parallel.transport.barrier()
-        marks[6].record()
+        marks.append(mark())
         parallel.exchange.combine(planned)
-        marks[7].record()
-        torch.cuda.synchronize()
+        marks.append(mark())
+        rest()
         for k, name in enumerate(names):
-            value = everywhere(marks[k].elapsed_time(marks[k + 1]))
+            value = everywhere(between(marks[k], marks[k + 1]))
             if i >= 2:
                 spent[name].append(value)
     return {name: round(statistics.median(values), 3) for name, values in spent.items()}
 
 
 def measure(
-    tokens: int, kinds: Sequence[str], names: Sequence[str], repeat: int, deadline: float
-) -> list[dict[str, Any]]:
+    tokens: int,
+    kinds: Sequence[str],
+    names: Sequence[str],
+    repeat: int,
+    deadline: float,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     experts = M * ranks
     torch.manual_seed(rank)
-    new = {"device": "cuda", "dtype": torch.bfloat16}
+    new = {"device": DEVICE, "dtype": torch.bfloat16}
     up = (torch.randn(M, 2 * F, L, **new) / L**0.5).requires_grad_()
     down = (torch.randn(M, L, F, **new) / F**0.5).requires_grad_()
     x, d_y = torch.randn(tokens, L, **new).requires_grad_(), torch.randn(tokens, L, **new)
-    w = torch.rand(tokens, J, device="cuda").div_(J).requires_grad_()
-    policies = {"exact": expert.exact(), "tolerant": expert.tolerant(0.02, 1024), "off": expert.off()}
+    w = torch.rand(tokens, J, device=DEVICE).div_(J).requires_grad_()
+    policies = {"exact": expert.exact(), "tolerant": expert.tolerant(0.02, 8 if DRY else 1024), "off": expert.off()}
     loads = {kind: draw(kind, experts, tokens, J, seed=rank) for kind in kinds}
     found: dict[str, dict[str, Any]] = {kind: {"R": ranks, "S": tokens, "load": kind} for kind in kinds}
     for name in names:
-        if everywhere(seconds()) > deadline:
+        if DRY and name.startswith("symmetric"):
+            say(f"{name} needs GPUs")
+            continue
+        if late(deadline):
             say(f"out of time before {name}")
             break
         parallel: Any = None
@@ -149,9 +170,9 @@ def measure(
         for kind, (cell, before) in cells.items():
             found[kind] |= before | {name: {"run": RUN} | cell}
             say({"S": tokens, "load": kind, name: cell})
+        keep({"layers": list(found.values())})
         del parallel
-        torch.cuda.empty_cache()
-    return list(found.values())
+        forget_peak()
 
 
 def layer_cells(
@@ -180,10 +201,10 @@ def layer_cells(
     for key, call in (("forward_ms", forward), ("forward_backward_ms", both)):
         for kind, chosen in loads.items():
             ids.copy_(chosen)
-            torch.cuda.reset_peak_memory_stats()
+            forget_peak()
             call()
             # Without symmetric memory, which torch's allocator does not count.
-            cells[kind][0]["peak_GB"] = round(everywhere(torch.cuda.max_memory_allocated() / 1e9), 1)
+            cells[kind][0]["peak_GB"] = round(peak_GB(), 1)
         run: Callable[[], None] = captured(call).replay if name.startswith("symmetric") else call
         times: dict[str, list[float]] = {kind: [] for kind in loads}
         for _ in range(repeat + 1):
@@ -193,7 +214,7 @@ def layer_cells(
         for kind, values in times.items():
             cells[kind][0][key] = spread(values[1:])
         del run
-        torch.cuda.empty_cache()
+        forget_peak()
     for kind, chosen in loads.items():
         if parallel is not None:
             ids.copy_(chosen)
@@ -229,7 +250,7 @@ def rates(cell: dict[str, Any], parallel: DirectParallel, planned: Any) -> dict[
     rank = dist.get_rank()
     to = planned.dst[0] // parallel.rows
     away = (to != rank) & (planned.dst[0] >= 0)
-    met = torch.zeros(to.shape[0], parallel.transport.ranks, device="cuda")
+    met = torch.zeros(to.shape[0], parallel.transport.ranks, device=DEVICE)
     met.scatter_add_(1, to.clamp(min=0).long(), away.float())
     payload = everywhere(float((met > 0).sum()) * L * 2)
     choice = everywhere(float(away.sum()) * L * 2)
@@ -247,7 +268,9 @@ def plot(found: dict[str, Any], to: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    rows = found["layers"]
+    rows = [row for row in found.get("layers", ()) if "rank_max_over_mean" in row]
+    if not rows:
+        return
     sizes = sorted({row["S"] for row in rows}, reverse=True)
     figure, panels = pyplot.subplots(1, len(sizes), figsize=(5 * len(sizes), 3.6), squeeze=False)
     for panel, size in zip(panels[0], sizes, strict=True):

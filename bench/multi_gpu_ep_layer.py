@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from multi_gpu_common import DRY
+from parallel_layers import DEVICE
 
 from perilune.config import Activation
 from perilune.ops import moe
 from perilune.ops.moe import Dense
 
-M, J, L, F = 112, 16, 3584, 3072
+M, J, L, F = (4, 2, 64, 32) if DRY else (112, 16, 3584, 3072)
 ACT = Activation("situ")
 
 
@@ -32,9 +34,9 @@ def draw(kind: str, experts: int, tokens: int, top_k: int, seed: int) -> torch.T
         p_E[first:] *= 0 if more >= 1 else 1
     elif kind == "16 experts":
         p_E[top_k:] = 0
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    noise = torch.empty(tokens, experts, device="cuda").exponential_(generator=generator)
-    return (noise / p_E.float().cuda().clamp(min=1e-30)).topk(top_k, largest=False).indices
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    noise = torch.empty(tokens, experts, device=DEVICE).exponential_(generator=generator)
+    return (noise / p_E.float().to(DEVICE).clamp(min=1e-30)).topk(top_k, largest=False).indices
 
 
 class Exchange(torch.autograd.Function):
@@ -66,9 +68,9 @@ def plain(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, weights: Dense) -
     rows = Exchange.apply(moe.dispatch(x, order, J), *table)
     row_weights = Exchange.apply(w.reshape(-1).index_select(0, order), *table)
     # Arrived in order of (source, expert); the experts need (expert, source).
-    expert_n = torch.arange(M, device="cuda").repeat(ranks).repeat_interleave(arriving)
+    expert_n = torch.arange(M, device=DEVICE).repeat(ranks).repeat_interleave(arriving)
     by_expert = torch.argsort(expert_n, stable=True)
-    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(by_expert.shape[0], device="cuda"))
+    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(by_expert.shape[0], device=DEVICE))
     ends = arriving.view(ranks, M).sum(0).cumsum(0).int()
     rows, row_weights = rows.index_select(0, by_expert), row_weights.index_select(0, by_expert)
     out = moe.experts(rows, weights, ends, ACT, row_weights_R=row_weights)
@@ -84,7 +86,7 @@ def padded(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, weights: Dense) 
     arriving = torch.empty_like(counts_E)
     dist.all_to_all_single(arriving, counts_E)
     # The place of each sorted choice: its rank's message, and how many of that rank's come before.
-    row_n = torch.arange(choices, device="cuda")
+    row_n = torch.arange(choices, device=DEVICE)
     to_n = torch.searchsorted(offs[M - 1 :: M].contiguous(), row_n.int(), right=True)
     first_R = torch.cat([offs.new_zeros(1), offs[M - 1 : -1 : M]])
     place_n = to_n * choices + row_n - first_R[to_n]
@@ -99,7 +101,7 @@ def padded(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, weights: Dense) 
     ends_RM = arriving.view(ranks, M).cumsum(1)
     expert_n = torch.searchsorted(ends_RM, row_n.expand(ranks, -1).contiguous(), right=True).reshape(-1)
     by_expert = torch.argsort(expert_n, stable=True)
-    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(by_expert.shape[0], device="cuda"))
+    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(by_expert.shape[0], device=DEVICE))
     ends = arriving.view(ranks, M).sum(0).cumsum(0).int()
     rows, row_weights = rows.index_select(0, by_expert), row_weights.index_select(0, by_expert)
     out = moe.experts(rows, weights, ends, ACT, row_weights_R=row_weights)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from multi_gpu_common import RUN, everywhere, say, seconds, timed, uncovered
+from multi_gpu_common import DRY, RUN, everywhere, forget_peak, late, peak_GB, say, seconds, timed, uncovered
 from multi_gpu_step import STEPS, steps
 from parallel import relative
 from parallel import run as run_kda
@@ -34,33 +34,34 @@ from perilune.parallel.slices import cut_stream, take_slice
 
 # Up to so many tokens a rank everything is measured; longer runs get fewer repeats and nothing beside.
 SHORT = 131072
+PARTS = ("check", "kcp", "step")
 
 
 def add_arguments(group: Any) -> None:
-    group.add_argument("--kcp-tokens", type=int, nargs="*", default=[32768, 131072, 262144, 524288])
-    group.add_argument("--kcp-heads", type=int, default=96)
-    group.add_argument("--step-tokens", type=int, default=16384, help="a rank has of its own in a step")
+    group.add_argument(
+        "--kcp-tokens", type=int, nargs="*", default=[64, 128] if DRY else [32768, 131072, 262144, 524288]
+    )
+    group.add_argument("--kcp-heads", type=int, default=2 if DRY else 96)
+    group.add_argument("--step-tokens", type=int, default=64 if DRY else 16384, help="a rank has of its own in a step")
     group.add_argument("--step-models", nargs="*", choices=list(STEPS), default=list(STEPS))
     group.add_argument("--step-layouts", nargs="*", help="all of a model's by default")
     group.add_argument("--parallel-repeat", type=int, default=5)
-    group.add_argument("--parallel-seconds", type=float, default=200.0, help="after which no more is measured")
-    group.add_argument("--parallel-only", nargs="*", choices=["check", "kcp", "step"], default=["check", "kcp", "step"])
+    group.add_argument("--parallel-seconds", type=float, default=190.0, help="after which no more is measured")
+    group.add_argument("--parallel-only", nargs="*", choices=PARTS, default=PARTS)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """What was found right, and the times."""
-    deadline = seconds() + args.parallel_seconds
-    found: dict[str, Any] = {}
-    calls: dict[str, Callable[[], Any]] = {
-        "check": check,
-        "kcp": lambda: kcp_layers(args, deadline),
-        "step": lambda: steps(args, deadline),
-    }
-    for name, call in calls.items():
-        if name in args.parallel_only:
-            found[name] = call()
-            torch.cuda.empty_cache()
-    return found
+def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Hand over what was found right, and the times, each with its share of what is left of the part's time."""
+    end, parts = seconds() + args.parallel_seconds, [part for part in PARTS if part in args.parallel_only]
+    for i, part in enumerate(parts):
+        deadline = seconds() + (end - seconds()) / (len(parts) - i)
+        if part == "check":
+            keep({"check": check()})
+        elif part == "kcp":
+            kcp_layers(args, deadline, keep)
+        else:
+            steps(args, deadline, keep)
+        forget_peak()
 
 
 def check() -> dict[str, float]:
@@ -70,7 +71,7 @@ def check() -> dict[str, float]:
     found = {}
     for dtype, H, lengths in (
         (torch.float64, 3, [37, 51, 40]),
-        (torch.bfloat16, 8, [3700, 51, 1, 4000, 440]),
+        (torch.bfloat16, 8, [37, 5, 1, 40, 44] if DRY else [3700, 51, 1, 4000, 440]),
     ):
         T, K = sum(lengths), 128
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -104,7 +105,7 @@ def check() -> dict[str, float]:
     return found
 
 
-def kcp_layers(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+def kcp_layers(args: argparse.Namespace, deadline: float, keep: Callable[[dict[str, Any]], None]) -> None:
     R, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     attn = kda_layer(args.kcp_heads)
     parts = context_parts(DEFAULT, group)
@@ -128,11 +129,12 @@ def kcp_layers(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
 
     found: list[dict[str, Any]] = []
     for tokens in args.kcp_tokens:
-        if everywhere(seconds() - deadline) > 0:
-            break
-        cells = {"one": measure("one", tokens), "strong": measure("two", tokens // R), "weak": measure("two", tokens)}
+        wanted = [("one", "one", tokens), ("strong", "two", tokens // R), ("weak", "two", tokens)]
         if tokens <= SHORT:
-            cells["weak heads"] = measure("heads", tokens)
+            wanted.append(("weak heads", "heads", tokens))
+        cells = {name: measure(way, n) for name, way, n in wanted if not late(deadline)}
+        if not cells:
+            break
         row: dict[str, Any] = {"run": RUN, "tokens": tokens, "heads": args.kcp_heads, "ranks": R}
         for name, cell in cells.items():
             row |= {f"{name} {key}": value for key, value in cell.items()}
@@ -143,8 +145,9 @@ def kcp_layers(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
                     row[f"{name} efficiency {kind}"] = round(ratio / share, 4)
         found.append(row)
         say(row)
+        keep({"kcp": {"layers": found}})
     cut = take_slice(cut_stream(Sequences.from_lengths([128 * R]), R), (rank,), DEVICE)
-    return {"layers": found, "exchange": {way: exchange(cut, args, way) for way in ("gather", "heads")}}
+    keep({"kcp": {"exchange": {way: exchange(cut, args, way) for way in ("gather", "heads")}}})
 
 
 def layer(attn: Any, sequences: Any, parts: Any, peaks: dict[int, dict[str, float]], repeat: int) -> dict[str, Any]:
@@ -165,21 +168,20 @@ def layer(attn: Any, sequences: Any, parts: Any, peaks: dict[int, dict[str, floa
             p.grad = None
 
     row: dict[str, Any] = {"peak_GB": {}}
-    memory = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
+    memory = 0.0 if DRY else torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
     longest = max(peaks, default=0)
     short = tokens <= SHORT
     for kind, call in (("forward", forward), ("both", both)):
         known = peaks.get(longest, {}).get(kind)
         if not short and (known is None or known * tokens / longest > 0.97 * memory):
             continue
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        forget_peak()
         try:
             row[kind] = timed(call, repeat if short else 2, 2 if short else 1)
         except torch.OutOfMemoryError:
             # On all ranks: they do the same.
             continue
-        row["peak_GB"][kind] = round(everywhere(torch.cuda.max_memory_allocated() / 1e9), 2)
+        row["peak_GB"][kind] = round(peak_GB(), 2)
     if short and parts is not DEFAULT:
         row["exposed"] = uncovered(both)
     return row
@@ -203,11 +205,12 @@ def plot(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    known = [row for row in result["step"] if "exposed" in row]
+    known = [row for row in result.get("step", ()) if "exposed" in row]
     models = [name for name in ("mini", "slice") if sum(row["model"] == name for row in known) > 1]
-    figure, panels = pyplot.subplots(1, 1 + len(models), figsize=(4.5 * (1 + len(models)), 3.8))
+    size = 4.5 * (1 + len(models)), 3.8
+    figure, (panels,) = pyplot.subplots(1, 1 + len(models), figsize=size, squeeze=False)
     for name, label in (("one", "T on one GPU"), ("weak", "T on each GPU"), ("strong", "T over all GPUs")):
-        rows = [row for row in result["kcp"]["layers"] if f"{name} both" in row]
+        rows = [row for row in result.get("kcp", {}).get("layers", ()) if f"{name} both" in row]
         times = [row[f"{name} both"]["median"] for row in rows]
         panels[0].plot([row["tokens"] for row in rows], times, marker="o", label=label)
     panels[0].set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="ms", title="KDA layer, forward and backward")

@@ -1,8 +1,8 @@
 """A training step over several GPUs under layouts, a part of bench/multi_gpu.py (through multi_gpu_parallel).
 
 `mini` with its optimizers; `slice`, Kimi-K3's widths with 4 layers, forward, backward and the gradients added up,
-without an optimizer's step, whose states would not fit. Random tokens in documents of 4096. Milliseconds of the slowest
-rank; `exposed` is of one more step, by the profiler.
+without an optimizer's step, whose states would not fit. Without GPUs `nano` stands for both. Random tokens in documents
+of 4096. Milliseconds of the slowest rank; `exposed` is of one more step, by the profiler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from multi_gpu_common import RUN, everywhere, say, seconds, timed, uncovered
+from multi_gpu_common import DRY, RUN, forget_peak, late, peak_GB, say, timed, uncovered
 from parallel_layers import DEVICE, random_model, shape_of
 
 from perilune.config import ModelConfig
@@ -57,18 +57,22 @@ SLICE_EXPERTS = 112
 MICRO = 4
 
 
-def steps(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
+def steps(args: argparse.Namespace, deadline: float, keep: Callable[[dict[str, Any]], None]) -> None:
     found: list[dict[str, Any]] = []
     R = dist.get_world_size()
     for name in args.step_models:
-        shape = shape_of(name)
-        if name == "slice":
+        shape = ModelConfig.from_pretrained("nano") if DRY else shape_of(name)
+        if name == "slice" and not DRY:
             shape = dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, num_experts=SLICE_EXPERTS))
         for layout, parallel in STEPS[name].items():
             if args.step_layouts and layout not in args.step_layouts:
                 continue
-            if everywhere(seconds() - deadline) > 0:
-                return found
+            if DRY and "symmetric" in layout:
+                say(f"{layout} needs GPUs")
+                continue
+            if late(deadline):
+                say(f"out of time before {layout}")
+                return
             config = settings(
                 name, {key: R if value == 0 else value for key, value in parallel.items()}, args.step_tokens, R
             )
@@ -80,19 +84,19 @@ def steps(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
                 row["error"] = f"{type(error).__name__}: {error}"[:200]
             found.append(row)
             say(row)
+            keep({"step": found})
             gc.collect()
-            torch.cuda.empty_cache()
-    return found
+            forget_peak()
 
 
 def measure(config: TrainConfig, shape: ModelConfig, repeat: int, ranks: int) -> dict[str, Any]:
     """Of one layout; `planned` is what `perilune plan` counts for the fullest rank with its optimizer."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    forget_peak()
+    before = peak_GB()
     call = training_step(config, shape)
     # The states of the optimizers come with the first steps.
     row: dict[str, Any] = {"ms": timed(call, repeat, warm=3)}
-    row["peak_GB"] = round(everywhere((torch.cuda.max_memory_allocated() - before) / 1e9), 2)
+    row["peak_GB"] = round(peak_GB() - before, 2)
     rank = plan(config, shape, ranks).fullest
     row["planned_activations_GB"] = round(rank.activations / 1e9, 2)
     if config.model == "mini":
@@ -107,7 +111,7 @@ def settings(name: str, parallel: dict[str, Any], tokens: int, ranks: int) -> Tr
     cp, tp, pp = (parallel.get(axis, 1) for axis in ("cp", "tp", "pp"))
     micro = MICRO if pp > 1 else 1
     data = DataConfig(batch_tokens=tokens * cp * tp * pp // micro, sequence_tokens=4096)
-    parallel_config = ParallelConfig(**{"min_rows": 1024, "timeout": 100.0} | parallel)
+    parallel_config = ParallelConfig(**{"timeout": 100.0} | parallel)
     accumulate = micro * ranks // (cp * tp * pp)
     return TrainConfig(model=name, dtype="bfloat16", accumulate=accumulate, data=data, parallel=parallel_config)
 

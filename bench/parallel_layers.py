@@ -14,7 +14,7 @@ from perilune.model import Transformer
 from perilune.model.kda import KdaLayer
 from perilune.parallel.layout import KEPT
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def kda_layer(heads: int = 96) -> KdaLayer:
@@ -54,7 +54,7 @@ def shape_of(name: str) -> ModelConfig:
 
 
 def random_model(shape: ModelConfig, std: float = 0.02) -> Transformer:
-    """A model with random weights in place of trained ones, bfloat16, made on the GPU; no copy of it on the host."""
+    """A model with random weights in place of trained ones, bfloat16, made on the device; no copy of it on the host."""
     with torch.device("meta"):
         net = Transformer(shape)
     fill(net, std)

@@ -18,10 +18,12 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from perilune.errors import Error
 from perilune.ops.conv import WIDTH
 from perilune.ops.sequences import Sequences
+from perilune.parallel.collectives import rank_in, ranks_of
 
 Order = Literal["contiguous", "zigzag"]
 
@@ -238,4 +240,15 @@ def take_slice(spans: Spans, held: Iterable[int], device: torch.device | str = "
     return Slice(tuple(f.length for f in fragments), tuple(starts), torch.device(device), spans, held)
 
 
-__all__ = ["Fragment", "Order", "Slice", "Spans", "cut_stream", "even_cuts", "indices", "take_slice"]
+def as_slice(sequences: Sequences, group: dist.ProcessGroup | None) -> Slice:
+    """`sequences`, which must be the slice of one rank of the group, or hold all spans where there is no group."""
+    if not isinstance(sequences, Slice):
+        raise Error(f"context: sequences is {type(sequences).__name__}; must be a Slice (perilune.parallel.slices)")
+    held = sequences.held
+    fits = held == (rank_in(group),) and sequences.spans.ranks == ranks_of(group) if group is not None else True
+    if not fits or (group is None and len(held) != sequences.spans.ranks):
+        raise Error(f"context: a slice of ranks {held} of {sequences.spans.ranks}; the group has {ranks_of(group)}")
+    return sequences
+
+
+__all__ = ["Fragment", "Order", "Slice", "Spans", "as_slice", "cut_stream", "even_cuts", "indices", "take_slice"]

@@ -11,8 +11,6 @@ import dataclasses
 import io
 import math
 import tomllib
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +19,7 @@ from typing import Any, Literal
 import tyro
 
 from perilune.errors import Error
-
-
-def _require(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise Error(f"{name} is {value!r}; {allowed}")
+from perilune.train.table import build, one_line, require
 
 
 @dataclass(frozen=True)
@@ -53,11 +47,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "sequence_tokens", "shuffle_pieces", "held_out_tokens"):
-            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "must be >= 1")
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "must be >= 1")
         if self.weights:
             n = len(self.train)
-            _require(len(self.weights) == n, "data.weights", self.weights, f"needs one number for each of {n} paths")
-            _require(all(w > 0 for w in self.weights), "data.weights", self.weights, "every weight must be > 0")
+            require(len(self.weights) == n, "data.weights", self.weights, f"needs one number for each of {n} paths")
+            require(all(w > 0 for w in self.weights), "data.weights", self.weights, "every weight must be > 0")
 
 
 @dataclass(frozen=True)
@@ -91,19 +85,19 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "eps"):
-            _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "must be > 0")
+            require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "must be > 0")
         for name in ("lr", "adam_lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            _require(value is None or math.isfinite(value), f"optim.{name}", value, "must be finite")
+            require(value is None or math.isfinite(value), f"optim.{name}", value, "must be finite")
         if self.adam_lr is not None:
-            _require(self.adam_lr > 0, "optim.adam_lr", self.adam_lr, "must be > 0")
+            require(self.adam_lr > 0, "optim.adam_lr", self.adam_lr, "must be > 0")
         for name in ("min_lr", "warmup"):
-            _require(0 <= getattr(self, name) <= 1, f"optim.{name}", getattr(self, name), "must be in [0, 1]")
+            require(0 <= getattr(self, name) <= 1, f"optim.{name}", getattr(self, name), "must be in [0, 1]")
         for name in ("weight_decay", "qk_clip"):
-            _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must be >= 0")
-        _require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "must be in [0, 1)")
-        _require(self.ns_steps >= 1, "optim.ns_steps", self.ns_steps, "must be >= 1")
-        _require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both must be in [0, 1)")
+            require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must be >= 0")
+        require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "must be in [0, 1)")
+        require(self.ns_steps >= 1, "optim.ns_steps", self.ns_steps, "must be >= 1")
+        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both must be in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -118,8 +112,8 @@ class BalanceConfig:
     """Histogram bins for the quantile; 0 keeps all scores of a step and takes it exactly."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.ema < 1, "balance.ema", self.ema, "must be in [0, 1)")
-        _require(self.bins >= 0, "balance.bins", self.bins, "must be >= 0")
+        require(0 <= self.ema < 1, "balance.ema", self.ema, "must be in [0, 1)")
+        require(self.bins >= 0, "balance.bins", self.bins, "must be >= 0")
 
 
 @dataclass(frozen=True)
@@ -164,8 +158,8 @@ class ParallelConfig:
     """How experts' load is evened out: to the row, above a limit only, or not at all."""
     eps: float = 0.02
     """tolerant: rows above (1 + eps) times the mean of the ranks move."""
-    min_rows: int = 0
-    """tolerant: no expert is copied for fewer rows; on GPUs a copy pays from 1000 to 2000 on."""
+    min_rows: int = 1024
+    """tolerant: no expert is copied for fewer rows; on Hopper GPUs a copy pays from 1000 to 2000 on."""
     transport: Literal["collective", "symmetric"] = "collective"
     """How rows get to other ranks: torch.distributed's collectives, or GPUs writing each other's memory."""
     timeout: float = 600.0
@@ -173,12 +167,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("pp", "virtual", "cp", "tp"):
-            _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be >= 1")
+            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be >= 1")
         for name in ("shard", "ep"):
-            _require(getattr(self, name) >= 0, f"parallel.{name}", getattr(self, name), "must be >= 0")
-        _require(0 <= self.eps < 1e6, "parallel.eps", self.eps, "must be >= 0")
-        _require(self.min_rows >= 0, "parallel.min_rows", self.min_rows, "must be >= 0")
-        _require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0 and < 1e7 seconds")
+            require(getattr(self, name) >= 0, f"parallel.{name}", getattr(self, name), "must be >= 0")
+        require(0 <= self.eps < 1e6, "parallel.eps", self.eps, "must be >= 0")
+        require(self.min_rows >= 0, "parallel.min_rows", self.min_rows, "must be >= 0")
+        require(0 < self.timeout < 1e7, "parallel.timeout", self.timeout, "must be > 0 and < 1e7 seconds")
 
 
 @dataclass(frozen=True)
@@ -199,12 +193,12 @@ class MemoryConfig:
     """Where the optimizers' states lie between steps; they pass through the device in chunks."""
 
     def __post_init__(self) -> None:
-        _require(self.host_bytes >= 0, "memory.host_bytes", self.host_bytes, "must be >= 0")
-        _require(
+        require(self.host_bytes >= 0, "memory.host_bytes", self.host_bytes, "must be >= 0")
+        require(
             (self.budget > 0) == (self.plan == "fit"), "memory.budget", self.budget, "must be > 0 with plan fit only"
         )
         placed = self.optimizer != "nvme" or self.nvme is not None
-        _require(placed, "memory.optimizer", self.optimizer, "needs a folder in memory.nvme")
+        require(placed, "memory.optimizer", self.optimizer, "needs a folder in memory.nvme")
 
 
 @dataclass(frozen=True)
@@ -246,16 +240,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep", "loss_chunk"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be >= 1")
-        _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "must fit in 64 bits")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be >= 1")
+        require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "must fit in 64 bits")
         for name in ("eval_every", "checkpoint_every"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "must be >= 0")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must be >= 0")
         summed = self.memory.gradients == "device" or self.parallel.zero != 1
-        _require(summed, "memory.gradients", self.memory.gradients, "must be 'device' with parallel.zero 1")
+        require(summed, "memory.gradients", self.memory.gradients, "must be 'device' with parallel.zero 1")
         schedule = self.parallel.schedule
         fits = self.memory.plan == "none" or "ZeroBubble" not in schedule
         allowed = f"must be 'none' with parallel.schedule {schedule!r}, which splits backward passes"
-        _require(fits, "memory.plan", self.memory.plan, allowed)
+        require(fits, "memory.plan", self.memory.plan, allowed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, as they stand in the run's config.json."""
@@ -264,7 +258,7 @@ class TrainConfig:
 
 def from_dict(values: dict[str, Any]) -> TrainConfig:
     """The run described by nested `values` (a parsed TOML file). Raises Error for an unknown key or a wrong type."""
-    built: TrainConfig = _build(TrainConfig, values, "")
+    built: TrainConfig = build(TrainConfig, values, "")
     return built
 
 
@@ -284,7 +278,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise Error(_one_line(message.getvalue())) from None
+        raise Error(one_line(message.getvalue())) from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -294,49 +288,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise Error(f"config file {path} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as cause:
         raise Error(f"config file {path} cannot be read: {cause}") from cause
-
-
-def _build(cls: Any, values: Any, where: str) -> Any:
-    if not isinstance(values, dict):
-        raise Error(f"config: {where.rstrip('.')} is {values!r}; must be a table of keys")
-    kinds = typing.get_type_hints(cls)
-    unknown = [key for key in values if key not in kinds]
-    if unknown:
-        raise Error(f"config: unknown key {where}{unknown[0]}; allowed: {', '.join(sorted(kinds))}")
-    return cls(**{key: _convert(kinds[key], value, where + key) for key, value in values.items()})
-
-
-def _convert(kind: Any, value: Any, name: str) -> Any:
-    """`value` as the annotated type `kind`; integers are taken for floats, lists for tuples."""
-    if dataclasses.is_dataclass(kind):
-        return _build(kind, value, name + ".")
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else _convert(next(a for a in args if a is not type(None)), value, name)
-    if origin is Literal:
-        _require(value in args, f"config: {name}", value, f"allowed: {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        variable = args[-1] is Ellipsis
-        ok = isinstance(value, list | tuple) and (variable or len(value) == len(args))
-        _require(ok, f"config: {name}", value, "must be a list" + ("" if variable else f" of {len(args)}"))
-        return tuple(_convert(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    _require(type(value) is kind, f"config: {name}", value, f"must be of type {kind.__name__}")
-    return value
-
-
-def _one_line(message: str) -> str:
-    """tyro's boxed message as one line, without its frame and its help text."""
-    lines = [line.strip(" │╭╮╰╯─|-") for line in message.splitlines()]
-    kept: list[str] = []
-    for line in lines[1:]:
-        if line.startswith(("For full helptext", "Argument helptext", "Perhaps you meant")):
-            break
-        if line:
-            kept.append(line)
-    return "config: " + " ".join(kept)
 
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ from torch import Tensor
 from perilune.errors import Error
 from perilune.model import Stats, Transformer, muon_heads
 from perilune.model.parts import DEFAULT
-from perilune.parallel import mesh as meshes
+from perilune.ops.sequences import Sequences
 from perilune.parallel.beside import Beside
 from perilune.parallel.checkpoint import Part
-from perilune.parallel.collectives import gather_rows, local
+from perilune.parallel.collectives import local
 from perilune.parallel.context import context_parts
 from perilune.parallel.expert import Collective, ExpertParallel, Policy, Symmetric, exact, off, tolerant
 from perilune.parallel.expert.model import Mixture, cut_experts, is_stacked, summary
@@ -34,6 +34,7 @@ from perilune.parallel.whole import whole_model
 from perilune.train.config import ParallelConfig
 from perilune.train.data import Batch
 from perilune.train.loss import cross_entropy
+from perilune.train.ranks import Ranks
 
 if TYPE_CHECKING:
     from perilune.parallel.pipeline import Pipeline
@@ -43,39 +44,17 @@ Item = TypeVar("Item")
 _PIECE = 1 << 26
 
 
-class Team:
-    """The run's mesh and the collectives of a step. Every rank makes the same calls."""
+class Team(Ranks):
+    """The parts of a step that its ranks do together. Every rank makes the same calls."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-        axes = meshes.Axes(config.pp, config.shard, config.cp, config.tp, config.ep)
-        self.mesh = meshes.start(device, timeout=config.timeout, axes=axes)
+        super().__init__(config, device)
         self.zero = config.zero if self.mesh.parts is not None else 0
         self.mixture: Mixture | None = None
         self.pipeline: Pipeline | None = None
         self.layout: Layout | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.joined = False
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes the run's files."""
-        return self.mesh.rank == 0
-
-    def agree(self, problem: BaseException | None) -> None:
-        """Raise the problem of the first rank that has one, on all of them."""
-        if self.mesh.ranks == 1:
-            if problem is not None:
-                raise problem
-            return
-        told: list[str | None] = [None] * self.mesh.ranks
-        dist.all_gather_object(told, None if problem is None else f"{problem}")
-        if problem is not None:
-            raise problem
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise Error(f"rank {rank}: {text}")
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """Those of the items that this rank computes. Raises Error when they do not divide."""
@@ -116,7 +95,7 @@ class Team:
             cut_model(model, self.mesh.tp)
         if self.mesh.shards > 1:
             cut_experts(model, self.mesh.shard, self.mesh.shards)
-            self.mixture = self._mixture(model, batch_tokens, dtype)
+            self.mixture = self._mixture(model, self._most_rows(batch_tokens), dtype)
             model.parts = dataclasses.replace(model.parts, mixture=self.mixture, beside=Beside())
         if self.mesh.stages is not None:
             from perilune.parallel.pipeline import Pipeline
@@ -141,7 +120,7 @@ class Team:
         """The modules that are called: stages, or the model."""
         return [model] if self.pipeline is None else self.pipeline.modules
 
-    def _mixture(self, model: Transformer, batch_tokens: int, dtype: torch.dtype) -> Mixture:
+    def _mixture(self, model: Transformer, tokens: int, dtype: torch.dtype) -> Mixture:
         moe, config = model.config.moe, self.config
         policies: dict[str, Policy] = {
             "exact": exact(),
@@ -157,7 +136,7 @@ class Team:
                     Symmetric(self.mesh.experts, config.timeout),
                     moe.num_experts,
                     moe.top_k,
-                    batch_tokens,
+                    tokens,
                     moe.latent_size or model.config.hidden_size,
                     moe.expert_size,
                     dtype,
@@ -165,7 +144,7 @@ class Team:
                 )
             )
         transport = Collective(self.mesh.experts)
-        return Mixture(ExpertParallel(transport, moe.num_experts, moe.top_k, batch_tokens, policy))
+        return Mixture(ExpertParallel(transport, moe.num_experts, moe.top_k, tokens, policy))
 
     def whole(self, model: Transformer, weights: Mapping[str, Tensor]) -> Transformer:
         """All parameters on this rank again, and no other rank needed to run it; `must_be_cut` is an Error after."""
@@ -262,6 +241,11 @@ class Team:
         most = -(-tokens // ranks)
         return max(0, min(most, tokens - place * most))
 
+    def _most_rows(self, tokens: int) -> int:
+        """Most rows that a rank of a stage has in the residual stream of a micro-batch of so many tokens."""
+        spans = cut_stream(Sequences.from_lengths([tokens]), self.mesh.sizes[3], self.config.order)
+        return -(-spans.most_rows // self.mesh.sizes[4])
+
     def part_of(self, batch: Batch) -> Batch:
         """This rank's slice of a micro-batch."""
         if self.mesh.cp is None or self.joined:
@@ -271,12 +255,6 @@ class Team:
         rows_T = cut.rows_T.to(batch.tokens_T.device)
         tokens_T, targets_T, mask_T = (x[rows_T] for x in (batch.tokens_T, batch.targets_T, batch.mask_T))
         return Batch(tokens_T, targets_T, mask_T, cut, batch.bytes)
-
-    def add_context(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that share a micro-batch."""
-        if self.mesh.cp is not None and not self.joined:
-            dist.all_reduce(values, group=self.mesh.cp)
-        return values
 
     def begin(self, model: Transformer, last: bool) -> None:
         """Say before a micro-batch whether it is the last one of the step."""
@@ -309,22 +287,6 @@ class Team:
 
     # -- collectives of a step ----------------------------------------------------------------------------------------
 
-    def add(self, values: Iterable[Tensor]) -> None:
-        """Sum over all ranks, in place."""
-        _reduce(values, self.mesh.everyone, dist.ReduceOp.SUM)
-
-    def add_in_stage(self, values: Iterable[Tensor]) -> None:
-        """Sum over the ranks with this rank's layers, in place."""
-        _reduce(values, self.mesh.stage, dist.ReduceOp.SUM)
-
-    def largest_in_stage(self, values: Iterable[Tensor]) -> None:
-        """Maximum over the ranks with this rank's layers, in place."""
-        _reduce(values, self.mesh.stage, dist.ReduceOp.MAX)
-
-    def all_heads(self, value_H: Tensor) -> Tensor:
-        """One number for each head of this rank -> of all heads."""
-        return gather_rows(value_H, self.mesh.tp)
-
     def add_gradients(self, params: Mapping[str, Tensor]) -> None:
         """Sum the gradients in their own dtype (fp32 for bf16 weights): experts over replicas, the rest over all.
 
@@ -347,12 +309,6 @@ class Team:
                     dist.all_reduce(flat, group=group)
                     for p, summed in zip(piece, flat.split([p.numel() for p in piece]), strict=True):
                         p.grad = summed.view_as(p)
-
-    def add_squares(self, squares: Tensor) -> Tensor:
-        """Sum over all ranks."""
-        if self.mesh.ranks > 1:
-            dist.all_reduce(squares)
-        return squares
 
     def copies(self, names: Iterable[str]) -> list[int]:
         """On how many ranks the numbers of each parameter are."""
@@ -381,28 +337,6 @@ class Team:
             return None
         sent = {stage: size for told in self.of_stages(self.pipeline.sent_bytes()) for stage, size in told.items()}
         return [sent[stage] for stage in sorted(sent)]
-
-    def of_stage(self, value: Any) -> list[Any]:
-        """A value of every rank with this rank's layers."""
-        if self.mesh.stage is None:
-            return [value]
-        told: list[Any] = [None] * dist.get_world_size(self.mesh.stage)
-        dist.all_gather_object(told, value, group=self.mesh.stage)
-        return told
-
-    def of_stages(self, value: Any) -> list[Any]:
-        """A value of every stage, in order."""
-        if self.mesh.stages is None or self.joined:
-            return [value]
-        told: list[Any] = [None] * self.mesh.sizes[0]
-        dist.all_gather_object(told, value, group=self.mesh.stages)
-        return told
-
-
-def _reduce(values: Iterable[Tensor], group: dist.ProcessGroup | None, op: Any) -> None:
-    if group is not None:
-        for value in values:
-            dist.all_reduce(value, op=op, group=group)
 
 
 def _gradient(param: Tensor) -> Tensor:

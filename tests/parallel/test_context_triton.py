@@ -22,7 +22,8 @@ from triton_cpu import CUDA, DEVICE
 from perilune.config import Gate
 from perilune.ops import kda as kda_ops
 from perilune.ops.sequences import Sequences
-from perilune.parallel import context, context_triton, mesh
+from perilune.parallel import context_triton, mesh
+from perilune.parallel import kcp as cut_kda
 from perilune.parallel.slices import cut_stream, take_slice
 
 H, K = (2, 128) if CUDA else (1, 16)
@@ -66,10 +67,10 @@ def bits(rank: int = 0, group: Any = None) -> dict[str, list[Any]]:
     cut = take_slice(spans, (rank,) if group is not None else range(2), DEVICE)
     rows = cut.rows_T.to(DEVICE)
     d_o, found = draw(whole.total, H, K).to(dtype)[rows], {}
-    for kind, beside in {"beside": context.Beside(), "in turn": in_turn}.items():
-        with mock.patch.object(context, "_beside", beside):
+    for kind, beside in {"beside": cut_kda.Beside(), "in turn": in_turn}.items():
+        with mock.patch.object(cut_kda, "_beside", beside):
             leaves = [x[rows].clone().requires_grad_() for x in raw[:5]] + [x.clone().requires_grad_() for x in raw[5:]]
-            o, _ = context.kcp(*leaves, GATE, None, cut, group=group)
+            o, _ = cut_kda.kcp(*leaves, GATE, None, cut, group=group)
             found[kind] = [x.float().cpu().numpy() for x in (o.detach(), *torch.autograd.grad(o, leaves, d_o))]
     return found
 
@@ -117,7 +118,7 @@ def run(name: str, initial: bool, monkeypatch: pytest.MonkeyPatch, dtype: torch.
         wide = raw if kcp else [x.double() for x in raw]
         leaves = [x.detach().clone().requires_grad_() for x in wide]
         state = (start[documents] if kcp else start.double()).clone().requires_grad_()
-        call = context.kcp if kcp else kda_ops.kda
+        call = cut_kda.kcp if kcp else kda_ops.kda
         o, final = call(*leaves, GATE, state if initial else None, cut if kcp else whole)
         final = final[last] if kcp else final
         loss = (o * d_o).sum() + ((final * d_final).sum() if initial else 0)

@@ -435,3 +435,34 @@ def test_products_see_few_numbers_of_experts(monkeypatch: pytest.MonkeyPatch) ->
         y.backward(torch.ones_like(y))
     assert len(used) > 8
     assert seen == {home, 16, 32}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_products_see_no_rows_beyond_those_of_experts(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a product makes is longer than the rows that it takes, and a buffer may be many times longer than them."""
+    case = Case(tokens=40, skew=1.0, dtype=F64)
+    parallel = ExpertParallel(Local(4), EXPERTS, TOP_K, 40, POLICIES[policy](), align=4)
+    seen: dict[str, list[int]] = {"experts": [], "experts_backward": []}
+
+    def watch(name: str, rows_at: int) -> None:
+        call = getattr(moe, name)
+
+        def watched(*args: torch.Tensor, **options: object) -> object:
+            seen[name].append(args[rows_at].shape[0])
+            return call(*args, **options)
+
+        monkeypatch.setattr(moe, name, watched)
+
+    watch("experts", 0)
+    watch("experts_backward", 1)
+    routing: list[torch.Tensor] = []
+
+    def layer(x: torch.Tensor, chosen: moe.Routing, weights: Dense) -> torch.Tensor:
+        routing.append(chosen.ids_TJ)
+        planned = parallel.plan(chosen.ids_TJ.split(10))
+        return expert.balanced_experts(parallel, x, chosen.weights_TJ, weights, planned, ACT, exact=True)
+
+    gradients(case, layer)
+    ends_RG = parallel.plan(routing[0].split(10)).plan.ends_RG
+    for rows in seen.values():
+        assert sum(rows) == int(ends_RG[:, -1].sum()) < 4 * parallel.rows

@@ -22,7 +22,7 @@ LOADS = st.tuples(
 )
 POLICIES = st.one_of(
     st.sampled_from([expert.exact(), expert.one_donor(), expert.off()]),
-    st.builds(expert.tolerant, st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from([0, 5, 1024])),
+    st.builds(expert.tolerant, st.sampled_from([0.0, 0.02, 0.3, 9.0]), st.sampled_from([0, 5, 1024])),
     st.builds(expert.budget, st.integers(0, 4)),
 )
 
@@ -235,3 +235,7 @@ def test_refusals() -> None:
         expert.tolerant(-0.1)
     with pytest.raises(Error, match="slots is -1"):
         expert.budget(-1)
+    # 2^31 choices cannot be counted in 32 bits; one token less on each rank can.
+    worst_case_rows(expert.exact(), 128, 896, 16, 2**20 - 1, 1, None)
+    with pytest.raises(Error, match=r"tokens is 1048576 of 16 choices on 128 ranks; together .* below 2\^31"):
+        worst_case_rows(expert.exact(), 128, 896, 16, 2**20, 1, None)

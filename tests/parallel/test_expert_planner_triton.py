@@ -74,6 +74,30 @@ def test_one_donor_is_taken_where_capped_fan_in_moves_more(monkeypatch: pytest.M
     assert torch.equal(got.alloc_RE.cpu(), plan_reference(c_RE, expert.one_donor()).alloc_RE)
 
 
+@pytest.mark.parametrize("eps", [0.02, 2.0, 2.0**14 - 0.996, 9e5])
+def test_limits_far_above_all_rows_move_nothing(eps: float) -> None:
+    """2^20 rows on 4 ranks: with the third eps the limit is 2^32 and a little, 1024 rows to who counts in 32 bits."""
+    c_RE = torch.zeros(4, 8, dtype=torch.int64)
+    c_RE[:, 0], c_RE[:, 5] = 2**18 - 2**10, 2**10
+    policy = expert.tolerant(eps)
+    rows = equal_plans(c_RE, policy, None, align=1)
+    assert torch.equal(expert.plan_torch(c_RE, policy).alloc_RE, rows.alloc_RE)
+    assert (int(rows.rule) == 0) == (eps > 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_loads_of_nearly_2_to_the_31(policy: str) -> None:
+    c_RE = torch.zeros(4, 8, dtype=torch.int64)
+    c_RE[:, 1] = 2**29 - 2**20
+    c_RE[:, 6] = 2**20
+    c_RE[3, 6] -= 1
+    assert int(c_RE.sum()) == 2**31 - 1
+    # A layer of one rank's rows would not fit; what is planned is what matters here.
+    want, got = plan_reference(c_RE, POLICIES[policy]), plan_triton(c_RE.to(DEVICE), POLICIES[policy])
+    assert torch.equal(got.alloc_RE.cpu(), want.alloc_RE)
+    assert torch.equal(got.rule.cpu(), want.rule)
+
+
 @pytest.mark.parametrize("kind", ["lognormal", "idle rank"])
 def test_domains_on_the_device(kind: str) -> None:
     equal_plans(counts(kind, 8, 2, 999, seed=1), expert.exact(), [r % 2 for r in range(8)], align=1)

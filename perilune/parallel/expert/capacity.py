@@ -25,13 +25,15 @@ def worst_case_rows(
         raise Error(f"top_k is {top_k}; must be in 1..{experts}")
     if tokens < 0 or align < 1:
         raise Error(f"tokens is {tokens} and align {align}; must be >= 0 and >= 1")
+    if ranks * tokens * top_k >= 2**31:
+        raise Error(f"tokens is {tokens} of {top_k} choices on {ranks} ranks; together they must be below 2^31")
     if domains is not None and len(domains) != ranks:
         raise Error(f"domains has {len(domains)} numbers; must have one for each of the {ranks} ranks")
     home, rows = experts // ranks, tokens * top_k
     if policy.kind in ("budget", "off"):
         rows *= ranks
     if policy.kind == "tolerant":
-        limit = -(-rows * (PARTS + round(policy.eps * PARTS)) // PARTS)
+        limit = -(-rows * policy.parts(ranks) // PARTS)
         # Refused copies stay at home. While a donor's largest expert has min_rows, each ends a quota: R - 1 of them.
         # After that it has fewer than M min_rows rows left, whatever is refused.
         rows = min(max(limit, home * policy.min_rows) + policy.min_rows * (ranks - 1), rows * ranks)

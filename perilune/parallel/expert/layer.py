@@ -199,17 +199,19 @@ class _Balanced(torch.autograd.Function):
 def _halves(
     run: Any, held_index: int, rows_NL: torch.Tensor, weights_N: torch.Tensor, own: Weights, copies: Weights
 ) -> list[tuple[torch.Tensor, torch.Tensor, Dense | Packed, torch.Tensor]]:
-    """(rows, their weights, experts, offs) of own experts and, where there are any, of copies: the rows that follow."""
+    """(rows, their weights, experts, offs) of own experts and, where there are any, of copies: the rows that follow.
+
+    Rows that belong to no expert are left out: a buffer is as long as the worst case, and products make longer ones.
+    """
     parallel, planned, kind = run[0], run[1], run[4]
     rank = parallel.transport.held[held_index]
     ends_G, cut = planned.plan.ends_RG[rank], planned.own_rows[rank]
     home, used = parallel.home, copies[0].shape[0]
-    if not used:
-        return [(rows_NL, weights_N, kind(*own), ends_G[:home])]
-    return [
-        (rows_NL[:cut], weights_N[:cut], kind(*own), ends_G[:home]),
-        (rows_NL[cut:], weights_N[cut:], kind(*copies), ends_G[home : home + used] - cut),
-    ]
+    halves = [(rows_NL[:cut], weights_N[:cut], kind(*own), ends_G[:home])]
+    if used:
+        end = planned.all_rows[rank]
+        halves.append((rows_NL[cut:end], weights_N[cut:end], kind(*copies), ends_G[home : home + used] - cut))
+    return halves
 
 
 def _room_of(rows_NL: torch.Tensor) -> torch.Tensor | None:

@@ -94,7 +94,7 @@ def _moves(load: list[int], ranks: int, home: int, policy: Policy, domains: Sequ
         return _greedy(even, load, home, policy.slots, press=False), "budget"
     over = even
     if policy.kind == "tolerant":
-        limit = -(-sum(load) * (PARTS + round(policy.eps * PARTS)) // (ranks * PARTS))
+        limit = -(-sum(load) * policy.parts(ranks) // (ranks * PARTS))
         over = [have - limit for have in load_R]
     # Keeping to domains may cost slots; the same without them is tried before a rule that moves more.
     for near in (domains, [0] * ranks):

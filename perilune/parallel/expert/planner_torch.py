@@ -44,7 +44,7 @@ def _moved(load_RM: torch.Tensor, policy: Policy, domains: Sequence[int] | None)
         return _greedy(even_R, load_RM, policy.slots, press=False), _rule("budget", load_RM)
     over_R = even_R
     if policy.kind == "tolerant":
-        over_R = load_R - _ceil_div(load_R.sum() * (PARTS + round(policy.eps * PARTS)), ranks * PARTS)
+        over_R = load_R - _ceil_div(load_R.sum() * policy.parts(ranks), ranks * PARTS)
     moved = _greedy(even_R, load_RM, home, press=True)
     one = _split(_pair_one(even_R), load_RM)
     less = moved.sum() <= one.sum()

@@ -20,7 +20,7 @@ import triton
 
 from perilune.parallel.expert import planner_kernels as kernels
 from perilune.parallel.expert.planner import Allocation, check
-from perilune.parallel.expert.policy import PARTS, Policy
+from perilune.parallel.expert.policy import Policy
 
 
 def plan_triton(counts_RE: torch.Tensor, policy: Policy, domains: Sequence[int] | None = None) -> Allocation:
@@ -48,7 +48,7 @@ def allocate(
     # A whole warp finds a largest value in one instruction, a part of one in several.
     shape = {name: max(32, padded) for name, padded in table.items()}
     if policy.kind in ("exact", "tolerant", "one_donor"):
-        parts = PARTS + round(policy.eps * PARTS) if policy.kind == "tolerant" else 0
+        parts = policy.parts(ranks) if policy.kind == "tolerant" else 0
         for attempt, groups in enumerate(attempts):
             # The last program adds up what one-donor would move.
             kernels.pair_and_split[(ranks + 1,)](

@@ -34,6 +34,10 @@ class Policy:
             return 0
         return home_experts if self.slots is None else self.slots
 
+    def parts(self, ranks: int) -> int:
+        """Parts per million of the mean that a rank may have under `tolerant`; beyond all there is nothing is moved."""
+        return min(PARTS + round(self.eps * PARTS), PARTS * ranks)
+
 
 def exact() -> Policy:
     """Every rank computes the same number of rows, to within one. Needs at most E/R copies on a rank."""

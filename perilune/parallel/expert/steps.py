@@ -20,6 +20,7 @@ from perilune.ops import moe
 from perilune.ops.mx import BLOCK, RULES, decode_mxfp4, encode_mxfp4
 from perilune.ops.precision import widen
 from perilune.parallel.expert.capacity import worst_case_rows
+from perilune.parallel.expert.ids import check_ids, raise_refusal
 from perilune.parallel.expert.plan import Plan, counted, slots_for
 from perilune.parallel.expert.plan import plan as make_plan
 from perilune.parallel.expert.policy import Policy, exact
@@ -35,7 +36,8 @@ Weights = tuple[torch.Tensor, ...]
 class Planned:
     """A layer's plan with the routes of the ranks in this process; reused as it is in the backward pass.
 
-    payloads[s][d], choices[s][d]: what goes from rank s to rank d. own_rows[r]: where rank r's own experts end.
+    payloads[s][d], choices[s][d]: what goes from rank s to rank d. own_rows[r], all_rows[r]: where the rows of rank r's
+    own experts end, and those of all that it computes.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class Planned:
     choices: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
     own_rows: tuple[int, ...]
+    all_rows: tuple[int, ...]
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -95,7 +98,7 @@ class ExpertParallel:
         held, ranks = self.transport.held, self.transport.ranks
         if len(ids) != len(held):
             raise Error(f"plan: ids of {len(ids)} ranks; this process holds {len(held)}")
-        checked = [self._checked(x) for x in ids]
+        checked = [check_ids(x, self.experts, self.top_k, self.tokens) for x in ids]
         # The last number says that this rank's ids are refused, so that all ranks stop together.
         counts = [counted(x, self.experts) for x, _ in checked]
         counts_RE1 = self.transport.gather(
@@ -110,7 +113,7 @@ class ExpertParallel:
         ends_RG = plan.ends_RG.long()
         own_R1, all_R1 = ends_RG[:, self.home - 1].unsqueeze(1), ends_RG.amax(1, keepdim=True)
         read: list[list[int]] = torch.cat([sizes_R2R, plan.slots_RB, own_R1, all_R1, counts_RE1[:, -1:]], 1).tolist()
-        self._raise_refusal(ids, [bool(row[-1]) for row in read])
+        raise_refusal(ids, held, [bool(row[-1]) for row in read], self.experts, self.top_k, self.tokens)
         needed = max(row[-2] for row in read)
         if needed > self.rows:
             raise Error(f"rows is {self.rows} but a rank gets {needed} under this policy; make it larger or use exact")
@@ -136,7 +139,8 @@ class ExpertParallel:
             )
             for rank, (x, _), source, tell_n2 in zip(held, checked, sources, arrived, strict=True)
         ]
-        return Planned(plan, tuple(routes), payloads, choices, slots, tuple(row[-3] for row in read))
+        own, every = (tuple(row[at] for row in read) for at in (-3, -2))
+        return Planned(plan, tuple(routes), payloads, choices, slots, own, every)
 
     @torch.no_grad()
     def dispatch(self, x: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
@@ -269,34 +273,12 @@ class ExpertParallel:
         """x[index_n] to the buffer rows of the arrived choices."""
         row_n, rank = planned.routes[held_index].row_n.long(), self.transport.held[held_index]
         buffer_NL = _buffer(x_PL, self.rows)
-        end = row_n.shape[0] if self.align == 1 else int(planned.plan.ends_RG[rank, -1])
+        end = planned.all_rows[rank]
         source_N = torch.zeros(end, dtype=index_n.dtype, device=index_n.device).scatter_(0, row_n, index_n)
         torch.index_select(x_PL, 0, source_N, out=buffer_NL[:end])
         if self.align > 1:
             buffer_NL.index_fill_(0, padding(planned.plan, rank), 0)
         return buffer_NL
-
-    def _checked(self, ids_TJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids that can be planned, int64 [1] that is not 0 where these are not the ones given)."""
-        if self._misfit(ids_TJ):
-            return ids_TJ.new_empty(0, self.top_k, dtype=torch.int64), ids_TJ.new_ones(1, dtype=torch.int64)
-        wrong_TJ = (ids_TJ < -1) | (ids_TJ >= self.experts)
-        return ids_TJ.masked_fill(wrong_TJ, -1), wrong_TJ.sum().view(1)
-
-    def _misfit(self, ids_TJ: torch.Tensor) -> str | None:
-        if ids_TJ.dim() != 2 or ids_TJ.shape[1] != self.top_k or ids_TJ.dtype != torch.int64:
-            return f"plan: ids are {ids_TJ.dtype} {tuple(ids_TJ.shape)}; must be int64 [tokens, {self.top_k}]"
-        if ids_TJ.shape[0] > self.tokens:
-            return f"plan: {ids_TJ.shape[0]} tokens on a rank; the buffers are made for tokens = {self.tokens}"
-        return None
-
-    def _raise_refusal(self, ids: Sequence[torch.Tensor], refused: list[bool]) -> None:
-        for rank, x in zip(self.transport.held, ids, strict=True):
-            if refused[rank]:
-                span = "" if self._misfit(x) else f"{int(x.min())}..{int(x.max())}"
-                raise Error(self._misfit(x) or f"plan: ids lie in {span}; must be in -1..{self.experts - 1}")
-        if any(refused):
-            raise Error(f"plan: rank {refused.index(True)} refused its ids; its own message says why")
 
 
 def _buffer(like_nL: torch.Tensor, rows: int) -> torch.Tensor:
