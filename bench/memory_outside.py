@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import build, slice_config
+from memory_device import write
+from memory_slice import build, slice_config
 
 from perilune import Transformer
 from perilune.memory.gradients import HostGradients
@@ -56,7 +57,7 @@ def model_of(args: argparse.Namespace) -> Transformer:
         from memory_models import small_config
 
         return initialize(Transformer(small_config()), 0).bfloat16()
-    model = build(slice_config(False, args.layers, args.experts))
+    model = build(slice_config("reduced", args.layers, args.experts))
     for parameter in model.parameters():
         parameter.grad = None
     return model
@@ -173,13 +174,13 @@ def main() -> None:
         row = result[name] = variant(args, device, *VARIANTS[name])
         row["same"] = row["weights"] == result[args.variants[0]]["weights"]
         print(name, json.dumps(row), flush=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(args.out, result)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     result["reference"] = reference(args, device)
     print("reference", json.dumps(result["reference"]), flush=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(args.out, result)
 
 
 if __name__ == "__main__":

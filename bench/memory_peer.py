@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 import torch
 import torch.distributed as dist
-from memory import build, slice_config
+from memory_device import write
+from memory_slice import build, slice_config
 from multi_gpu_common import machine
 
 from perilune import Transformer
@@ -38,6 +40,7 @@ from perilune.parallel.pipeline import MicroBatch, Pipeline
 
 MOVED = {"norm": "recompute", "kda.qkv": "recompute", "kda.normed": "recompute", "mla.gated": "recompute"}
 MOVED |= {"*mlp.a": "recompute", "moe.normed": "recompute"}
+Note = Callable[[str, Any], None]
 
 
 def wait(device: torch.device) -> None:
@@ -78,7 +81,7 @@ class Bench:
     """The stages of this rank and their micro-batches."""
 
     def __init__(self, args: argparse.Namespace, rank: int, device: torch.device) -> None:
-        config = slice_config(False, args.layers, args.experts)
+        config = slice_config("reduced", args.layers, args.experts)
         if args.small:
             import sys
 
@@ -144,7 +147,9 @@ class Bench:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
 
-def stages(args: argparse.Namespace, rank: int, device: torch.device) -> dict[str, Any]:
+def stages(args: argparse.Namespace, rank: int, device: torch.device, note: Note) -> None:
+    """Both ranks' rows, noted whenever a plan has had its first step and after every round."""
+    begin = time.monotonic()
     bench = Bench(args, rank, device)
     kept = [0, 0]
     dist.all_gather_object(kept, bench.kept())
@@ -163,37 +168,49 @@ def stages(args: argparse.Namespace, rank: int, device: torch.device) -> dict[st
         "none": Memory(Plan(), bench.weights),
         "elements recomputed": Memory(Plan.of(MOVED, required=False), bench.weights),
         "peer": Memory(away["peer"], bench.weights, peer=lent["peer"].store),
-        "peer nccl": Memory(away["peer"], bench.weights, peer=lent["peer nccl"].store),
         "host": Memory(away["host"], bench.weights, host),
         "full-recompute": Memory(load_plan("full-recompute"), bench.weights),
+        # Last, as it has not ended in its time before.
+        "peer nccl": Memory(away["peer"], bench.weights, peer=lent["peer nccl"].store),
     }
     if args.no_messages or device.type == "cpu":
         memories.pop("peer nccl")
     rows: dict[str, Any] = {}
+    about = {"kept_gb": [k / 1e9 for k in kept], "loan_gb": [loan.bytes / 1e9 for loan in loans]}
+
+    def tell() -> None:
+        for row in rows.values():
+            row["median_ms"] = round(statistics.median(row["ms"]), 1) if row["ms"] else None
+        rows["none"]["stored_at_peer_gb"] = round(lent["peer"].store.most / 1e9, 3)
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, rows)
+        note("stages", about | {"ranks": everyone})
+
     reference: list[torch.Tensor] = []
-    for turn in range(args.rounds + 1):
+    for name, memory in memories.items():
+        got = bench.step(memory)
+        gradients = bench.gradients()
+        reference = reference or gradients
+        different = sum(not torch.equal(a, b) for a, b in zip(gradients, reference, strict=True))
+        rows[name] = {"ms": [], "first_ms": round(got["ms"], 1), "different": different, "losses": got["losses"]}
+        del gradients
+        tell()
+    del reference
+    for _ in range(args.rounds):
+        # One clock for both, so that they end together.
+        left = [args.seconds - (time.monotonic() - begin)]
+        dist.broadcast_object_list(left, 0)
+        if left[0] < 0:
+            break
         for name, memory in memories.items():
             got = bench.step(memory)
-            if turn == 0:
-                gradients = bench.gradients()
-                reference = reference or gradients
-                different = sum(not torch.equal(a, b) for a, b in zip(gradients, reference, strict=True))
-                rows[name] = {"ms": [], "different": different, "losses": got["losses"]}
-                del gradients
-            else:
-                rows[name]["ms"].append(round(got["ms"], 1))
-                rows[name]["peak_gb"] = round(got["peak"] / 1e9, 3)
-                rows[name]["losses_same"] = got["losses"] == rows["none"]["losses"]
-                rows[name].setdefault("waited_ms", []).append(got["waited_ms"])
-        reference = reference if turn == 0 and args.rounds == 0 else []
-    for row in rows.values():
-        row["median_ms"] = round(statistics.median(row["ms"]), 1) if row["ms"] else None
-    rows["peer"]["stored_gb"] = round(lent["peer"].store.most / 1e9, 3)
+            rows[name]["ms"].append(round(got["ms"], 1))
+            rows[name]["peak_gb"] = round(got["peak"] / 1e9, 3)
+            rows[name]["losses_same"] = got["losses"] == rows["none"]["losses"]
+            rows[name].setdefault("waited_ms", []).append(got["waited_ms"])
+        tell()
     for lending in lent.values():
         lending.close()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, rows)
-    return {"kept_gb": [k / 1e9 for k in kept], "loan_gb": [loan.bytes / 1e9 for loan in loans], "ranks": everyone}
 
 
 def main() -> None:
@@ -204,6 +221,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=("copies", "stages"), default=("copies", "stages"))
+    parser.add_argument("--seconds", type=float, default=180.0, help="after which no round of steps is begun")
     parser.add_argument("--no-messages", action="store_true", help="leave out NCCL as the transport")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results/memory_peer.json"))
@@ -221,7 +239,7 @@ def main() -> None:
         result[name] = value
         if rank == 0:
             print(name, json.dumps(value), flush=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write(args.out, result)
 
     size, count = (1 << 20, 4) if args.small else (1 << 28, 8)
     kinds: list[Transport] = ["messages"] if args.small else ["mapped", "messages"]
@@ -229,7 +247,7 @@ def main() -> None:
     if "copies" in args.parts:
         note(f"copies {kinds[0]}", copies(rank, device, kinds[0], size, count))
     if "stages" in args.parts:
-        note("stages", stages(args, rank, device))
+        stages(args, rank, device, note)
     for kind in kinds[1:] if "copies" in args.parts else ():
         note(f"copies {kind}", copies(rank, device, kind, size, count))
     dist.barrier()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from perilune.errors import Error
-from perilune.memory.manager import AHEAD, Memory, Row
+from perilune.memory.manager import AHEAD, Memory
 from perilune.memory.plan import Plan, load_plan, short
 from perilune.memory.profile import Profile, device_bytes, predict
+from perilune.memory.rows import Row
 
 # Share of a hidden copy's time by which computation beside it is slower: both use the device's memory.
 _TAX = 0.03

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from perilune.errors import Error
 from perilune.memory.codec import coded_bytes
+from perilune.memory.order import Order
 from perilune.memory.peer import PeerStore
 from perilune.memory.plan import KEEP, Placement, Plan, short
+from perilune.memory.rows import UNNAMED, Row
 from perilune.memory.saved import Recipe, Saved, Slot, Source, on_stream, stream_of
 from perilune.memory.stores import Store
 from perilune.memory.waits import Waits
 from perilune.ops import names as ops_names
 
-
-@dataclass
-class Row:
-    """What became of one name in the step: bytes of the storages that were saved, and of what stands for them."""
-
-    placement: str
-    count: int = 0
-    before: int = 0
-    device: int = 0
-    stored: int = 0
-
-
-UNNAMED = "(unnamed)"
 AHEAD = 0.5
 
 
@@ -47,7 +35,7 @@ class _Named:
     """A storage with a name. The weak reference also keeps its address from being given to another storage."""
 
     def __init__(self, name: str, x: torch.Tensor, placement: Placement) -> None:
-        self.name, self.dtype, self.placement = name, x.dtype, placement
+        self.name, self.dtype, self.placement, self.version = name, x.dtype, placement, x._version
         self.storage, self.size = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
         self.source: Callable[[], Source | None] = lambda: None
         self.counted = False
@@ -99,18 +87,19 @@ class Memory:
     def step(self) -> Iterator[None]:
         """Forward and backward passes of one step. However it ends, nothing of it stays in a store.
 
-        Raises Error for a pattern of the plan that no name has matched, before the first backward operation.
+        Raises Error for a pattern of the plan that no name has matched, before the first backward operation, and inside
+        of another step.
         """
-        self._protected = {x.untyped_storage()._cdata for x in self._weights}
-        self.rows = {}
-        try:
-            with ops_names.deciding(self), saved_tensors_hooks(self._pack, self._unpack):
-                yield
-            self._check()
-        finally:
-            for slot in list(self._slots):
-                slot.release()
-            self._forget()
+        with ops_names.deciding(self):
+            self._protected = {x.untyped_storage()._cdata for x in self._weights}
+            self.rows = {}
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    yield
+                self._check()
+            finally:
+                self._order.release()
+                self._forget()
 
     def _forget(self) -> None:
         self._prefix = ""
@@ -119,10 +108,7 @@ class Memory:
         # Handles that were made before their tensor got its name, and recipes of tensors that may still be saved.
         self._late: dict[int, list[weakref.ref[Saved]]] = {}
         self._fresh: list[tuple[Recipe, StorageWeakRef]] = []
-        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._order: list[weakref.ref[Slot]] = []
-        # Bytes of the slots of each layer.
-        self._layers: dict[str, int] = {}
+        self._order = Order()
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +140,9 @@ class Memory:
         handles = [saved for saved in (late() for late in self._late.pop(key, ())) if saved is not None]
         for saved in handles:
             assert saved.tensor is not None
+            if saved.changed:
+                # Stays what it is, to be an error when it is asked for.
+                continue
             source = self._source(entry, saved.tensor)
             if source is not None:
                 saved.move(source)
@@ -250,6 +239,8 @@ class Memory:
         """Where a saved view of a named storage will come from; None: from itself."""
         source, size = entry.source(), x.untyped_storage().nbytes()
         wanted, moves = entry.placement, entry.placement != KEEP and x.dtype == entry.dtype
+        if moves and x._version != entry.version:
+            raise Error(f"{entry.name} was changed in place after it got its name; name it behind the change")
         if source is None and moves and entry.placement.where != "recompute":
             source = self._slot(entry, x)
             moves = source is not None
@@ -273,10 +264,7 @@ class Memory:
                     return None
                 store = None
         slot = Slot(entry.name, x, entry.placement.fp8, store, self._fetch_ahead, self._timed)
-        slot.number = len(self._order)
-        self._layers[self._prefix] = self._layers.get(self._prefix, 0) + slot.bytes
-        self._slots.add(slot)
-        self._order.append(weakref.ref(slot))
+        self._order.add(slot, self._prefix)
         entry.source = weakref.ref(slot)
         return slot
 
@@ -284,16 +272,7 @@ class Memory:
         return contextlib.nullcontext() if self.waits is None else self.waits.timed(name)
 
     def _fetch_ahead(self, slot: Slot) -> None:
-        """What was put before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""
-        room = self.ahead * max(self._layers.values())
-        for reference in reversed(self._order[: slot.number]):
-            earlier = reference()
-            if earlier is None or earlier.there:
-                continue
-            if room < 0:
-                break
-            room -= earlier.bytes
-            earlier.prefetch()
+        self._order.fetch_before(slot, self.ahead)
 
     def _count(self, name: str, placement: Placement, before: int, device: int, stored: int, count: int = 1) -> None:
         row = self.rows.setdefault(name, Row(str(placement)))
@@ -308,4 +287,4 @@ class Memory:
             self._checked = True
 
 
-__all__ = ["UNNAMED", "Memory", "Row"]
+__all__ = ["AHEAD", "Memory"]

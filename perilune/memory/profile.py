@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from perilune.memory.codec import coded_bytes
-from perilune.memory.manager import UNNAMED, Row
 from perilune.memory.plan import KEEP, Plan
+from perilune.memory.rows import UNNAMED, Row
 from perilune.ops import names as ops_names
 
 # Full names of the regions around something, outermost first.

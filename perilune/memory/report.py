@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from perilune.memory.manager import Row
 from perilune.memory.plan import short
 from perilune.memory.profile import Profile
+from perilune.memory.rows import Row
 
 _HEAD = ("count", "MB before", "MB device", "MB stored", "MB moved", "again ms", "GFLOP", "wait ms")
 

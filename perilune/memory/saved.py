@@ -87,12 +87,17 @@ class Saved:
         """From now on the numbers come from `source`."""
         self.tensor, self.source = None, source
 
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor is not what was saved any more."""
+        return self.tensor is not None and self.tensor._version != self.version
+
     def get(self) -> torch.Tensor:
         if self.source is not None:
             base = self.source.base()
             return torch.as_strided(base, self.size, self.stride, self.offset + base.storage_offset())
         assert self.tensor is not None
-        if self.tensor._version != self.version:
+        if self.changed:
             raise Error(
                 f"a tensor of shape {tuple(self.size)} that the backward pass needs was changed in place after it was "
                 "saved"

@@ -43,6 +43,10 @@ class MemoryStore:
         self.limit, self.held, self.moved = limit, 0, 0
 
     def put(self, flat: torch.Tensor) -> torch.Tensor:
+        if flat.device.type != "cpu":
+            raise Error(
+                f"MemoryStore was given a tensor of {flat.device}; it holds those of the CPU, PinnedStore a GPU's"
+            )
         check_room("memory.host_bytes", self.limit, self.held, flat.nbytes)
         self.held += flat.nbytes
         self.moved += flat.nbytes

@@ -20,7 +20,8 @@ from perilune.memory.stores import MemoryStore, Store
 from perilune.model import Transformer
 from perilune.parallel.collectives import local
 from perilune.train.config import TrainConfig
-from perilune.train.plan import live_micro_batches, plan
+from perilune.train.plan import plan
+from perilune.train.plan_ranks import live_micro_batches
 from perilune.train.team import Team
 
 # Bytes a second between a GPU and its host, or within a CPU's memory, by which `fit` weighs moving against computing.

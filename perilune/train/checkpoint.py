@@ -178,7 +178,9 @@ def empty_states(
 def unpack_optimizers(
     tensors: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer], params: Mapping[str, Tensor]
 ) -> None:
-    """Put tensors named by `pack_optimizers` back. Raises Error for a parameter that no optimizer has."""
+    """Make tensors named by `pack_optimizers` all that optimizers know. Raises Error for a parameter that none has."""
+    for optimizer in optimizers.values():
+        optimizer.state.clear()
     owner = {
         param: optimizer for optimizer in optimizers.values() for g in optimizer.param_groups for param in g["params"]
     }

@@ -6,6 +6,8 @@ token where it stopped. Legend: T tokens.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,17 +117,24 @@ class Source:
 
     def __init__(self, path: str | Path, tokenizer: Encoder, limit: int, window: int, seed: int) -> None:
         self.path, self.files = path, find_files(path)
+        self.known = _fingerprint(Path(path), self.files)
         self.tokenizer, self.limit, self.window, self.seed = tokenizer, limit, window, seed
         # Where the current window begins (file counted in the epoch's order), and how many of its pieces are used.
         self.epoch, self.file, self.offset, self.used = 0, 0, 0, 0
         self._open()
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, as plain numbers."""
-        return {"epoch": self.epoch, "file": self.file, "offset": self.offset, "used": self.used}
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain numbers, and of which files it is."""
+        place = {"epoch": self.epoch, "file": self.file, "offset": self.offset, "used": self.used}
+        return place | {"files": self.known}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position that `state_dict` returned."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state_dict` returned. Raises Error if it is of other files."""
+        if state.get("files", self.known) != self.known:
+            raise Error(
+                f"data: {self.path} holds other files, or files of other sizes, than when the position was saved, so "
+                "documents would be left out or repeated; put the old ones back, or start a new run"
+            )
         self.epoch, self.file, self.offset = state["epoch"], state["file"], state["offset"]
         self._open()
         self.used = state["used"]
@@ -189,9 +198,11 @@ class Batches:
         room = self.size
         while room:
             head, rest = (self.rest or self._draw()).split(room)
-            pieces.append(head)
-            room -= len(head.tokens)
-            self.rest = rest if rest.tokens else None
+            # A part in which nothing counts would be computed for nothing, and could be all of a step.
+            self.rest = rest if any(rest.mask) else None
+            if any(head.mask):
+                pieces.append(head)
+                room -= len(head.tokens)
         return pack(pieces)
 
     def _draw(self) -> Piece:
@@ -215,6 +226,12 @@ class Batches:
             source.load_state_dict(inner)
         self.given = list(state["given"])
         self.rest = None if state["rest"] is None else Piece(*state["rest"])
+
+
+def _fingerprint(root: Path, files: Sequence[Path]) -> str:
+    """Of the files' names below `root` and of their sizes."""
+    names = ((file.relative_to(root).as_posix(), file.stat().st_size) for file in files)
+    return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]
 
 
 def held_out_batches(config: DataConfig, tokenizer: Encoder) -> Iterator[Batch]:

@@ -22,7 +22,7 @@ from perilune.parallel.checkpoint import Part
 from perilune.parallel.layout import KEPT, Box
 from perilune.train.checkpoint import list_checkpoints, open_checkpoint, read_checkpoint, read_settings
 from perilune.train.config import from_dict
-from perilune.train.trainer import shape_of, tokenizer_path
+from perilune.train.setup import shape_of, tokenizer_path
 from perilune.train.write import naming
 
 # Experts read at a time.

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from perilune.memory.manager import UNNAMED
+from perilune.memory.rows import UNNAMED
 from perilune.train.write import write_whole
 
 # Names with a colour of their own; the rest are one.

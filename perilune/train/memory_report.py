@@ -11,10 +11,11 @@ from torch import Tensor
 from perilune.memory.census import Census
 from perilune.memory.fit import resident, working_set
 from perilune.memory.flops import recompute_flops
-from perilune.memory.manager import Memory, Row
+from perilune.memory.manager import Memory
 from perilune.memory.plan import Plan
 from perilune.memory.profile import predict, profile
 from perilune.memory.report import Seen, render
+from perilune.memory.rows import Row
 from perilune.memory.waits import Waits
 from perilune.model import Stats
 from perilune.train.config import TrainConfig

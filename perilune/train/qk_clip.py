@@ -5,8 +5,12 @@ Source: Kimi K2 technical report, MuonClip. Legend: H heads, N nope key dims, R 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
+
+from perilune.config import MlaConfig
 
 
 @torch.no_grad()
@@ -37,4 +41,30 @@ def row_factors(max_logit_H: Tensor, nope: int, rope: int, value: int, limit: fl
     return factor_H, query_HX.flatten(), key_value_HX.flatten()
 
 
-__all__ = ["qk_clip", "row_factors"]
+def clip_heads(
+    logits: Mapping[int, Tensor],
+    limit: float,
+    mla: MlaConfig,
+    params: Mapping[str, Tensor],
+    scale_rows: Callable[[str, Tensor, Tensor], None],
+) -> int:
+    """QK-clip of MLA layers; returns how many heads were scaled. limit 0: none.
+
+    logits: layer -> largest logit of each head [H] in the step. scale_rows(name, what this rank has of a parameter,
+    factors of the rows of the whole).
+    """
+    heads = 0
+    for layer, max_logit_H in logits.items() if limit else ():
+        if float(max_logit_H.max()) <= limit:
+            continue
+        names = (f"layers.{layer}.attn.{name}.weight" for name in ("q_b_proj", "q_proj"))
+        query = next(name for name in names if name in params)
+        key_value = f"layers.{layer}.attn.kv_b_proj.weight"
+        factor_H, *factors = row_factors(max_logit_H, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim, limit)
+        for name, factor_R in zip((query, key_value), factors, strict=True):
+            scale_rows(name, params[name], factor_R)
+        heads += int((factor_H < 1).sum())
+    return heads
+
+
+__all__ = ["clip_heads", "qk_clip", "row_factors"]

@@ -6,8 +6,6 @@ at the end checkpoint/ (the model in the released layout, with its tokenizer), r
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable
@@ -20,15 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from perilune.chat import Tokenizer
-from perilune.config import ModelConfig
 from perilune.errors import Error
 from perilune.memory.gradients import HostGradients
 from perilune.memory.optimizer import States
-from perilune.model import Stats, Transformer, outline, quantized_parameters, save
+from perilune.model import Stats, quantized_parameters, save
 from perilune.parallel.collectives import local
-from perilune.parallel.fill import Values, drawn, stored
-from perilune.parallel.layout import KEPT
-from perilune.parallel.mesh import local_rank, processes
 from perilune.train.activations import Activations
 from perilune.train.balance import Balancer, imbalance
 from perilune.train.checkpoint import (
@@ -38,8 +32,6 @@ from perilune.train.checkpoint import (
     pack_optimizers,
     parameter_of,
     read_checkpoint,
-    read_settings,
-    remove_incomplete,
     save_checkpoint,
     unpack_optimizers,
 )
@@ -48,18 +40,18 @@ from perilune.train.data import Batch, Batches, held_out_batches
 from perilune.train.evaluate import Evaluation, evaluate
 from perilune.train.files import find_files
 from perilune.train.flops import count_flops, device_peak
+from perilune.train.folder import claim
 from perilune.train.log import Bar, Board, MetricsFile
 from perilune.train.malloc import keep_freed_memory
 from perilune.train.masters import Masters
 from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates, step_optimizers
-from perilune.train.qat import qat_quant
-from perilune.train.qk_clip import row_factors
+from perilune.train.qk_clip import clip_heads
 from perilune.train.report import require_plots, write_report
+from perilune.train.setup import device_of, outline_model, tokenizer_path
+from perilune.train.show import show_evaluation, show_step
 from perilune.train.team import Team
-from perilune.train.write import TEMPORARY, lock_folder, naming, write_whole
+from perilune.train.write import lock_folder, naming
 
-# Settings that a continued run may change: they do not touch what is computed.
-_FREE = ("eval_every", "checkpoint_every", "keep", "parallel", "memory")
 # Rows of metrics.jsonl that carry the load of every expert.
 _LOAD_ROWS = 100
 
@@ -95,7 +87,7 @@ class Trainer:
         require_plots()
         for path in config.data.held_out:
             find_files(path)
-        self.device = _device(config.device)
+        self.device = device_of(config.device)
         self.team = Team(config.parallel, self.device)
         self.team.share(range(config.accumulate))
         if self.team.mesh.ranks > 1 and config.balance.enabled and config.balance.bins == 0:
@@ -107,7 +99,7 @@ class Trainer:
         if config.data.held_out and next(held_out_batches(config.data, self.tokenizer), None) is None:
             raise Error(f"data.held_out is {config.data.held_out!r}; it holds no text to evaluate on")
         torch.manual_seed(config.seed)
-        self.model, values = _outline_model(config, self.tokenizer)
+        self.model, values = outline_model(config, self.tokenizer)
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             size = self.model.config.vocab_size
             raise Error(f"tokenizer has {self.tokenizer.vocab_size} ids; the model's vocab_size is {size}")
@@ -125,7 +117,7 @@ class Trainer:
         self.lock: IO[bytes] | None = None
         problem = None
         try:
-            self._claim()
+            self.lock = claim(config) if self.team.leads else None
         except Error as error:
             problem = error
         try:
@@ -180,7 +172,9 @@ class Trainer:
             raise Error(f"step {self.step + 1}: loss is {mean}, gradient norm {norm.item()}; lower optim.lr or clip")
         lr = set_learning_rates(self.optimizers, config.optim, self.step, config.steps)
         step_optimizers(self.optimizers, self.states)
-        clipped = self._clip_logits(logits)
+        clipped = clip_heads(
+            logits, config.optim.qk_clip, self.model.config.mla, self.masters.params, self.team.scale_rows
+        )
         self.masters.write_back()
         load = self.balancer.update()
         highest = max((float(v.max()) for v in logits.values()), default=0.0)
@@ -219,25 +213,6 @@ class Trainer:
         self.team.expert_stats()
         return loss
 
-    def _clip_logits(self, logits: dict[int, Tensor]) -> int:
-        """QK-clip of the MLA layers; returns how many heads were scaled."""
-        limit, mla, heads = self.config.optim.qk_clip, self.model.config.mla, 0
-        if limit == 0:
-            return 0
-        for layer, max_logit_H in logits.items():
-            if float(max_logit_H.max()) <= limit:
-                continue
-            names = (f"layers.{layer}.attn.{name}.weight" for name in ("q_b_proj", "q_proj"))
-            query = next(name for name in names if name in self.masters.params)
-            key_value = f"layers.{layer}.attn.kv_b_proj.weight"
-            factor_H, *factors = row_factors(
-                max_logit_H, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim, limit
-            )
-            for name, factor_R in zip((query, key_value), factors, strict=True):
-                self.team.scale_rows(name, self.masters.params[name], factor_R)
-            heads += int((factor_H < 1).sum())
-        return heads
-
     def evaluate(self) -> Evaluation | None:
         """Loss on the held-out data; None if the run has none."""
         if not self.config.data.held_out:
@@ -275,7 +250,7 @@ class Trainer:
             while self.step < config.steps:
                 row = self.train_step()
                 metrics.write(row)
-                self._show(row, board, bar, peak)
+                show_step(row, board, bar, peak)
                 if self._due(config.eval_every):
                     evaluation = self._evaluate(metrics, board, bar)
                 if self._due(config.checkpoint_every):
@@ -317,35 +292,8 @@ class Trainer:
             return None
         row = {"loss": found.loss, "nats": found.nats, "tokens": found.tokens, "bytes": found.bytes}
         metrics.write({"step": self.step, "eval": row})
-        values = {"held_out/loss": found.loss}
-        text = f"step {self.step}: held-out loss {found.loss:.4f}"
-        if found.bits_per_byte is not None:
-            values["held_out/bits_per_byte"] = found.bits_per_byte
-            text += f", {found.bits_per_byte:.4f} bits a byte"
-        board.add(values, self.step)
-        bar.say(text)
+        show_evaluation(found, self.step, board, bar)
         return found
-
-    def _show(self, row: dict[str, Any], board: Board, bar: Bar, peak: float | None) -> None:
-        speed, rate = row["tokens"] / row["seconds"], row["flops"] / row["seconds"]
-        uneven = max(row["imbalance"].values(), default=1.0)
-        values = {"train/loss": row["loss"], "train/lr": row["lr"], "train/grad_norm": row["grad_norm"]}
-        values |= {"speed/tokens_per_second": speed, "speed/flops_per_second": rate}
-        values |= {f"imbalance/layer_{layer}": value for layer, value in row["imbalance"].items()}
-        values["train/max_attention_logit"] = row["max_logit"]
-        notes = [f"loss {row['loss']:.3f}", f"{speed:,.0f} tok/s"]
-        if peak is not None:
-            values["speed/mfu"] = rate / peak
-            notes.append(f"MFU {rate / peak:.1%}")
-        else:
-            notes.append(f"{rate / 1e9:,.1f} GFLOP/s")
-        notes.append(f"fullest expert {uneven:.2f}x")
-        if "experts" in row:
-            told = row["experts"]
-            values |= {f"experts/{name}": value for name, value in told.items()}
-            notes.append(f"ranks {told['before']:.2f}x -> {told['after']:.2f}x, {told['copies']} copies")
-        board.add(values, self.step)
-        bar.step(self.step, notes)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -362,27 +310,6 @@ class Trainer:
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         meta = {"step": self.step, "data": self.data.state_dict()}
         return save_checkpoint(self.out / "steps", self.step, tensors, meta, self.config.keep)
-
-    def _claim(self) -> None:
-        """Lock the run's folder, check that it is of this run, and write its settings."""
-        if not self.team.leads:
-            return
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as cause:
-            raise Error(f"out is {str(self.out)!r}, which cannot be written: {cause.strerror}") from None
-        self.lock = lock_folder(self.out)
-        remove_incomplete(self.out / "steps")
-        checkpoints = list_checkpoints(self.out / "steps")
-        settings = json.loads(json.dumps(self.config.to_dict()))
-        path = self.out / "config.json"
-        if checkpoints:
-            _compare_settings(settings, read_settings(path), self.out)
-        data = (json.dumps(settings, indent=1) + "\n").encode()
-        with naming(path):
-            path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
-            if not path.is_file() or path.read_bytes() != data:
-                write_whole(path, data)
 
     def _resume(self) -> None:
         """Go to the newest checkpoint of the run's folder, if it has one."""
@@ -426,62 +353,4 @@ def _states(config: TrainConfig, device: torch.device) -> States | None:
     return States(device, Path(where.nvme) if where.optimizer == "nvme" and where.nvme is not None else None)
 
 
-def _compare_settings(now: dict[str, Any], before: dict[str, Any], out: Path) -> None:
-    for name in sorted(now.keys() | before.keys()):
-        if name not in _FREE and name != "out" and now.get(name) != before.get(name):
-            raise Error(
-                f"{out} holds a run whose {name} is {before.get(name)!r}, not {now.get(name)!r}; "
-                f"choose another out, or remove that folder"
-            )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return _device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise Error(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Error(f"device is {name!r}, but torch sees no GPU")
-    if device.type == "cuda" and device.index is None and processes() > 1:
-        return torch.device("cuda", local_rank())
-    return device
-
-
-def tokenizer_path(config: TrainConfig) -> str:
-    path = config.tokenizer or config.init_from
-    if path is None:
-        raise Error("tokenizer is not set; name a tokenizer file or folder (init_from would bring its own)")
-    return path
-
-
-def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The model that a run trains. Raises Error as `ModelConfig.from_pretrained`."""
-    source = config.init_from or config.model
-    shape = ModelConfig.from_pretrained(source)
-    quant = qat_quant(config.qat, shape.quant, source)
-    if config.init_from is not None:
-        return dataclasses.replace(shape, quant=quant)
-    return dataclasses.replace(
-        shape,
-        bos_token_id=shape.bos_token_id if tokenizer.bos_id is None else tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        pad_token_id=shape.pad_token_id if tokenizer.pad_id is None else tokenizer.pad_id,
-        quant=quant,
-    )
-
-
-def _outline_model(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Transformer, Values]:
-    """The run's whole model without memory, in its dtypes, and where its first numbers come from."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    model = outline(shape_of(config, tokenizer))
-    wide = torch.promote_types(dtype, torch.float32)
-    for name, param in model.named_parameters():
-        param.data = param.data.to(wide if name.endswith(KEPT) else dtype)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(wide)
-    return model, drawn(model, config.seed) if config.init_from is None else stored(config.init_from, model)
-
-
-__all__ = ["Result", "Trainer", "shape_of", "tokenizer_path", "train"]
+__all__ = ["Result", "Trainer", "train"]

@@ -26,7 +26,9 @@ LIMITS = {
     "moe.z": 5e-2,
     "moe.y": 4e-2,
 }
-# Of the weights that make q, k and v, for the tensors the presets may turn into FP8.
+# The preset k3 with the gates of attention outputs as FP8, which change least.
+GATES = PRESETS["k3"] | {"kda.gate": "fp8+host", "mla.gate": "fp8+host"}
+# Of the weights that make q, k and v.
 QKV_LIMIT = {"kda.qkv": 2e-2, "kda.gate": 2e-2, "mla.q": 2e-2, "mlp.gate": 2e-2, "mlp.up": 2e-2, "moe.y": 2e-2}
 
 
@@ -57,10 +59,10 @@ def test_error_of_one_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [4, 8])
-def test_error_of_the_k3_preset(layers: int) -> None:
-    found = errors(PRESETS["k3"], layers=layers)
-    assert worst(found, QKV)[0] <= 2e-2
-    assert worst(found, ("o_proj",))[0] <= 1.2e-2
+def test_error_of_gates(layers: int) -> None:
+    found = errors(GATES, layers=layers)
+    assert 0 < worst(found, QKV)[0] <= 2e-2
+    assert worst(found, ("o_proj",))[0] <= 1e-2
     assert worst(found)[0] <= 5e-2
 
 
@@ -77,8 +79,8 @@ def noise(layers: int) -> dict[str, float]:
 if __name__ == "__main__":
     rows = {name: errors({name: "fp8"}) for name in LIMITS}
     for layers in (4, 8, 16):
-        rows |= {f"k3, {layers} layers": errors(PRESETS["k3"], layers=layers)}
-        rows |= {f"k3, {layers} layers, bf16": errors(PRESETS["k3"], torch.bfloat16, layers)}
+        rows |= {f"gates, {layers} layers": errors(GATES, layers=layers)}
+        rows |= {f"gates, {layers} layers, bf16": errors(GATES, torch.bfloat16, layers)}
         rows |= {f"nothing, {layers} layers, another rounding in bf16": noise(layers)}
     for name, found in rows.items():
         parts = (QKV, ("o_proj",), ("",))

@@ -20,11 +20,12 @@ LOSSLESS = {
     "everything recomputed": {"*": "recompute"},
     "everything to the host": {"*": "host"},
     "everything to files": {"*": "nvme"},
+    "k3": PRESETS["k3"],
     "elements recomputed": {n: p for n, p in PRESETS["k3"].items() if p == "recompute"},
     "core recomputed, the rest moved": {"kda.core": "recompute", "norm": "recompute", "*": "host"},
     "one layer apart": {"layers.1.*": "keep", "layers.2.kda.*": "nvme", "*": "host"},
 }
-LOSSY = {"k3": PRESETS["k3"], "everything fp8": {"*": "fp8"}, "everything fp8 on the host": {"*": "fp8+host"}}
+LOSSY = {"everything fp8": {"*": "fp8"}, "everything fp8 on the host": {"*": "fp8+host"}}
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +241,36 @@ def test_host_memory_short_says_so(world: World) -> None:
     with pytest.raises(Error, match=r"memory.host_bytes is 10000"):
         world.step(Memory(Plan.of({"*": "host"}), world.weights, store))
     assert store.held == 0
+
+
+def test_a_step_inside_of_a_step_is_refused_and_leaves_the_outer_one_alone() -> None:
+    w, store = torch.randn(8, 8, requires_grad=True), MemoryStore()
+    memory = Memory(Plan.of({"h": "host"}), [w], store)
+    with memory.step():
+        h = keep("h", w @ w)
+        loss = (h * h).sum()
+        for inner in (memory, Memory(Plan(), [w])):
+            with pytest.raises(Error, match="a memory plan is active already"), inner.step():
+                pass
+        (gradient,) = torch.autograd.grad(loss, w)
+    h = w @ w
+    assert torch.equal(gradient, torch.autograd.grad((h * h).sum(), w)[0])
+    assert memory.rows["h"].stored == w.nbytes
+
+
+@pytest.mark.parametrize("plan", [{}, {"*": "host"}, {"a": "recompute"}, {"out": "recompute", "*": "recompute"}])
+def test_gradients_of_gradients(plan: dict[str, str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(8, 8, generator=generator) for _ in range(2))
+    w.requires_grad_()
+
+    def penalty() -> torch.Tensor:
+        h = keep("h", x @ w, torch.matmul, x, w)
+        a = keep("a", h.tanh(), torch.tanh, h)
+        y = region("out", lambda a: (a @ w).exp().sum(), a)
+        (gradient,) = torch.autograd.grad(y, w, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), w)[0]
+
+    with Memory(Plan.of(plan), [w, x], MemoryStore()).step():
+        found = penalty()
+    assert torch.equal(found, penalty())

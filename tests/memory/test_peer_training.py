@@ -58,6 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     prepare(folder)
     (folder / "moved.toml").write_text(MOVED)
+    (folder / "gates.toml").write_text('[plan]\n"*.gate" = "fp8"\n')
     (folder / "peer.toml").write_text(PEER)
     return folder
 
@@ -143,7 +144,7 @@ def test_replays_write_symmetric_memory_again(root: Path) -> None:
 
 def compare(name: str, root: Path, device: str) -> None:
     budget = {"budget": 1_200_000} if "virtual" in LAYOUTS[name] else {}
-    plans = {"none": {}, "k3": {"plan": "k3"}} | LOSSLESS
+    plans = {"none": {}, "fp8": {"plan": "gates.toml"}} | LOSSLESS
     plans["fit"] = plans["fit"] | budget
     runs = {
         plan: values_of(root, f"{name} {plan} {device}", LAYOUTS[name], memory, device)
@@ -154,8 +155,8 @@ def compare(name: str, root: Path, device: str) -> None:
         assert not isinstance(got, str), got
         for plan_name in LOSSLESS:
             same(got[plan_name], got["none"], f"{name}, {plan_name}, rank {rank}")
-        assert got["k3"]["rows"][0][0] == got["none"]["rows"][0][0]
-        assert got["k3"]["rows"][1][0] == pytest.approx(got["none"]["rows"][1][0], rel=1e-3)
+        assert got["fp8"]["rows"][0][0] == got["none"]["rows"][0][0]
+        assert got["fp8"]["rows"][1][0] == pytest.approx(got["none"]["rows"][1][0], rel=1e-3)
     rules = [got["fit"]["rules"] for got in results]
     assert all(rules)
     if LAYOUTS[name].get("pp", 1) == 1:

@@ -59,6 +59,11 @@ def test_host_memory_short() -> None:
     store.drop(store.put(torch.ones(25)))
 
 
+def test_a_tensor_of_another_device_would_stay_there() -> None:
+    with pytest.raises(Error, match="MemoryStore was given a tensor of meta"):
+        MemoryStore().put(torch.ones(3, device="meta"))
+
+
 def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

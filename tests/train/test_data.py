@@ -100,6 +100,52 @@ def test_continues_at_the_exact_token(folder: Path, stop: int) -> None:
     assert batches.state_dict() == resumed.state_dict()
 
 
+@pytest.mark.parametrize("change", ["new", "gone", "renamed", "longer"])
+def test_a_position_in_other_files_is_refused(tmp_path: Path, change: str) -> None:
+    """A position counts files and bytes: in other files it would leave documents out, or repeat them, unnoticed."""
+    for name in "bcd":
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 50)
+    config = DataConfig(train=(str(tmp_path),), batch_tokens=16, sequence_tokens=16, shuffle_pieces=4)
+    batches = Batches(config, Bytes())
+    next(batches)
+    state = batches.state_dict()
+    Batches(config, Bytes()).load_state_dict(state)
+    if change == "new":
+        (tmp_path / "a.txt").write_text("first")
+    elif change == "gone":
+        (tmp_path / "b.txt").unlink()
+    elif change == "renamed":
+        (tmp_path / "b.txt").rename(tmp_path / "e.txt")
+    else:
+        (tmp_path / "c.txt").write_text("c " * 51)
+    with pytest.raises(Error, match="holds other files, or files of other sizes, than when the position was saved"):
+        Batches(config, Bytes()).load_state_dict(state)
+    # Positions of before files were noted are taken as they are.
+    del state["sources"][0]["files"]
+    Batches(config, Bytes()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 64, 1000])
+def test_every_batch_has_something_that_counts(tmp_path: Path, size: int) -> None:
+    """A loss of nothing would be 0, and the step one of weight decay alone: however a batch cuts long questions."""
+    says = ["why " * 90, "so", "and then " * 70, "this", "?" * 200]
+    roles = ("user", "assistant") * 2 + ("user",)
+    chat = {"messages": [{"role": r, "content": content} for r, content in zip(roles, says, strict=True)]}
+    (tmp_path / "c.jsonl").write_text(json.dumps(chat) + "\n")
+    config = DataConfig(train=(str(tmp_path),), batch_tokens=size, sequence_tokens=5000)
+    counted: list[int] = []
+    for batch in itertools.islice(Batches(config, Bytes()), 2000 // size + 2):
+        assert batch.sequences.total == len(batch.tokens_T) == size
+        assert batch.mask_T.any()
+        counted += batch.targets_T[batch.mask_T].tolist()
+    # All of it, in order, epoch after epoch.
+    (document,) = read_documents(tmp_path / "c.jsonl")
+    piece = encode_document(document.content, Bytes())[0]
+    once = [t for t, m in zip(piece.targets, piece.mask, strict=True) if m]
+    assert len(counted) > len(once)
+    assert counted == (once * (len(counted) // len(once) + 1))[: len(counted)]
+
+
 def test_same_seed_same_order_other_seed_other_order(folder: Path) -> None:
     config = DataConfig(train=(str(folder),), batch_tokens=256, sequence_tokens=32)
     first = [next(Batches(config, Bytes(), seed)).tokens_T.tolist() for seed in (1, 1, 2)]

@@ -96,3 +96,19 @@ def test_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(Error, match="cannot be read"):
         load_checkpoint(tmp_path / "step-00000099")
+
+
+def test_states_that_a_checkpoint_lacks_are_gone_after_it_is_loaded() -> None:
+    """Else a parameter that had no gradient yet then would go on with averages of later steps."""
+    used, late = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    adam = {"adamw": torch.optim.AdamW([used, late])}
+    names = {used: "used", late: "late"}
+    used.grad = torch.ones(2)
+    adam["adamw"].step()
+    stored = {name: value.clone() for name, value in checkpoint.pack_optimizers(adam, names).items()}
+    late.grad = torch.ones(2)
+    adam["adamw"].step()
+    checkpoint.unpack_optimizers(stored, adam, {name: param for param, name in names.items()})
+    back = checkpoint.pack_optimizers(adam, names)
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name], value) for name, value in stored.items())

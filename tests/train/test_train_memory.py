@@ -26,17 +26,20 @@ def losses(config: TrainConfig, memory: MemoryConfig, out: Path, steps: int = 3)
 def test_plans_do_not_change_a_run(tiny_run: TrainConfig, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text('[plan]\n"norm" = "recompute"\n"kda.*" = "nvme"\n"*" = "host"\n')
+    packed = tmp_path / "fp8.toml"
+    packed.write_text('[plan]\n"*.gate" = "fp8"\n')
     reference = losses(tiny_run, MemoryConfig(), tmp_path / "none")
     for i, memory in enumerate(
         (
             MemoryConfig("full-recompute"),
             MemoryConfig(str(file), nvme=str(tmp_path)),
             MemoryConfig("fit", budget=1_500_000),
+            MemoryConfig("k3"),
         )
     ):
         assert losses(tiny_run, memory, tmp_path / str(i)) == reference
     # FP8 changes gradients, not the forward pass: the first loss is the same.
-    lossy = losses(tiny_run, MemoryConfig("k3"), tmp_path / "k3")
+    lossy = losses(tiny_run, MemoryConfig(str(packed)), tmp_path / "fp8")
     assert lossy[0] == reference[0]
     assert lossy == pytest.approx(reference, rel=1e-3)
 
