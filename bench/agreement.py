@@ -5,6 +5,7 @@ Run: python bench/agreement.py  (about a minute on a CPU; needs the dev extra)
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 import json
@@ -89,6 +90,7 @@ def decoding(family: str) -> dict[str, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     results = {
         "device": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),

@@ -170,7 +170,7 @@ def stages(args: argparse.Namespace, rank: int, device: torch.device, note: Note
         "peer": Memory(away["peer"], bench.weights, peer=lent["peer"].store),
         "host": Memory(away["host"], bench.weights, host),
         "full-recompute": Memory(load_plan("full-recompute"), bench.weights),
-        # Last, as it has not ended in its time before.
+        # Last, as it may not end in its time.
         "peer nccl": Memory(away["peer"], bench.weights, peer=lent["peer nccl"].store),
     }
     if args.no_messages or device.type == "cpu":

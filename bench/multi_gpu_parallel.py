@@ -146,6 +146,9 @@ def kcp_layers(args: argparse.Namespace, deadline: float, keep: Callable[[dict[s
         found.append(row)
         say(row)
         keep({"kcp": {"layers": found}})
+    if late(deadline):
+        say("out of time before exchange")
+        return
     cut = take_slice(cut_stream(Sequences.from_lengths([128 * R]), R), (rank,), DEVICE)
     keep({"kcp": {"exchange": {way: exchange(cut, args, way) for way in ("gather", "heads")}}})
 

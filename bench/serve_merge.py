@@ -6,8 +6,8 @@ last file that measured it counts.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,11 @@ def _runs(file: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    target, *files = map(Path, sys.argv[1:])
-    target.write_text(json.dumps({"runs": merge(files)}, indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
+    args = parser.parse_args()
+    args.target.write_text(json.dumps({"runs": merge(args.files)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

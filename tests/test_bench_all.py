@@ -115,3 +115,11 @@ def test_its_command_line_lists() -> None:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     assert "serve-replay" in listed
     assert "kda" not in listed
+
+
+def test_every_script_reads_its_arguments() -> None:
+    """One that does not would measure, and write over its results, when it is asked for --help."""
+    scripts = {path.name: path.read_text("utf-8") for path in (ROOT / "bench").glob("*.py")}
+    started = {name: text for name, text in scripts.items() if '__name__ == "__main__"' in text}
+    assert len(started) > 10
+    assert [name for name, text in started.items() if ".parse_args(" not in text] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import platform
 import sys
 from dataclasses import dataclass
@@ -59,19 +58,24 @@ def kernels() -> dict[str, str]:
     """Operation -> the code that runs it here: bf16 and heads of 128 on a GPU, fp32 on a CPU."""
     import torch
 
-    import perilune.ops
-    from perilune.ops import kda, moe
+    from perilune.ops import attnres, conv, kda, moe, mx, norm
     from perilune.ops.kda import decode
     from perilune.ops.mla import paged, varlen
 
     cuda = torch.cuda.is_available()
     head = torch.empty(1, 1, 128, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu")
-    rooms = [room.name for room in pkgutil.iter_modules(perilune.ops.__path__) if room.ispkg]
-    ours = {"ops.kda": kda.implementation(head, head), "ops.kda.decode": decode.kernel_here(head.device, head.dtype)}
-    key, rows = head.new_empty(1, 1, 192), head.new_empty(1, 64, 576)
-    ours |= {"ops.mla": varlen.implementation(key, key, head), "ops.mla.paged": paged.implementation(rows, rows)}
-    ours["ops.moe"] = moe.implementation(head[0], moe.Dense(head, head))
-    return {f"ops.{name}": "reference" for name in rooms} | ours
+    row, key, page = head[0], head.new_empty(1, 1, 192), head.new_empty(1, 64, 576)
+    return {
+        "ops.attnres": attnres.implementation([row]),
+        "ops.conv": conv.implementation(row, head.new_empty(128, conv.WIDTH)),
+        "ops.kda": kda.implementation(head, head),
+        "ops.kda.decode": decode.kernel_here(head.device, head.dtype),
+        "ops.mla": varlen.implementation(key, key, head),
+        "ops.mla.paged": paged.implementation(page, page),
+        "ops.moe": moe.implementation(row, moe.Dense(head, head)),
+        "ops.mx": mx.implementation(row),
+        "ops.norm": norm.implementation(row),
+    }
 
 
 __all__ = ["run"]

@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Awaitable
 
 from perilune.sandbox.driver import Command
 from perilune.sandbox.errors import GuestError, SandboxError, Terminal
@@ -16,7 +17,7 @@ from perilune.sandbox.wire_stream import FileStream, GuestProcess, Stream
 
 _U32 = struct.Struct("<I")
 _I32 = struct.Struct("<i")
-_SPAWN_S = 30.0
+_ANSWER_S = 30.0
 CLOCK_ERROR_S = 0.05
 CLOCK_TRIES = 5
 
@@ -100,15 +101,17 @@ class Agent(asyncio.Protocol):
 
     # Holding back: while a machine is captured nothing may be on its way to it
 
-    async def quiesce(self, timeout_s: float) -> bool:
-        """Hold back what is sent, and wait until the guest has read what was. False if it does not answer in time."""
+    async def quiesce(self, timeout_s: float) -> int | None:
+        """Hold back what is sent, and wait until the guest has read what was.
+
+        Returns how many programs run in it then, or None if it does not answer in time.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ask_pong(0, hold=True)
+                return await self._ask_pong(1, hold=True)
         except TimeoutError:
             self._held = [] if self._held is None else self._held
-            return False
-        return True
+            return None
 
     async def _ask_pong(self, flag: int, hold: bool = False) -> int:
         async with self._ping:
@@ -123,6 +126,8 @@ class Agent(asyncio.Protocol):
 
     def release(self) -> None:
         """Send what was held back."""
+        for stream in self._streams.values():
+            stream.heard = True  # the guest stood: its time to answer begins anew
         held, self._held = self._held, None
         for data in held or ():
             self._raw(data)
@@ -153,6 +158,7 @@ class Agent(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None:
             return
+        stream.heard = True
         match kind:
             case Frame.STDOUT | Frame.DATA:
                 stream.receive(1, body)
@@ -190,7 +196,7 @@ class Agent(asyncio.Protocol):
         self._streams[process.number] = process
         self.send(Frame.SPAWN, process.number, body)
         try:
-            async with asyncio.timeout(max(_SPAWN_S, command.timeout_s)):
+            async with asyncio.timeout(max(_ANSWER_S, command.timeout_s)):
                 await asyncio.shield(process.started)
         except GuestError as error:
             self.forget(process.number)
@@ -223,12 +229,15 @@ class Agent(asyncio.Protocol):
             self.send(kind, stream.number, bytes(piece))
 
     async def read(self, path: str, limit: int) -> bytes:
-        """A file's bytes; `GuestError` if it is not there, not a file, or larger than `limit`."""
+        """A file's bytes; `GuestError` if it is not there, not a file, larger than `limit`, or the guest hangs."""
         stream = FileStream(self._number(), self, limit)
         self._streams[stream.number] = stream
         try:
             self.send(Frame.READ, stream.number, struct.pack("<Q", limit) + path.encode())
-            code = await stream.ended
+            code = await self._answered(stream, path, stream.ended)
+        except BaseException:
+            self.send(Frame.DISCARD, stream.number, _U32.pack(1))  # nobody reads on: the guest closes the file
+            raise
         finally:
             self.forget(stream.number)
         if code:
@@ -239,15 +248,31 @@ class Agent(asyncio.Protocol):
         """Write a file in one piece; the old one stays until the new one is whole."""
         stream = Stream(self._number(), self)
         self._streams[stream.number] = stream
-        try:
+
+        async def whole() -> int:
             self.send(Frame.WRITE, stream.number, _U32.pack(mode) + path.encode())
             await self.feed(stream, Frame.WRITE_DATA, data)
             self.send(Frame.WRITE_END, stream.number)
-            code = await stream.ended
+            return await stream.ended
+
+        try:
+            code = await self._answered(stream, path, whole())
         finally:
             self.forget(stream.number)
         if code:
             raise GuestError(f"{path}: {stream.error}")
+
+    async def _answered(self, stream: Stream, path: str, work: Awaitable[int]) -> int:
+        """The result of work on a file; `GuestError` if a guest that runs says nothing of it for a while."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=_ANSWER_S))[0]:
+                if not stream.heard and self._held is None and self._transport is not None:
+                    raise GuestError(f"{path}: the guest has not answered for {_ANSWER_S:g} s")
+                stream.heard = False
+            return task.result()
+        finally:
+            task.cancel()
 
     async def refresh(self, hostname: str, timeout_s: float) -> None:
         """The restore hook: time, entropy, machine id and host name of its own."""
@@ -302,6 +327,7 @@ def _end(stream: Stream, body: bytes) -> None:
         stream.started.exception()
     if not stream.ended.done():
         stream.ended.set_result(code)
+    stream.has_room.set()  # nothing more is sent to it
 
 
 __all__ = ["Agent"]

@@ -30,9 +30,7 @@ async def checkpoint(manager: Manager, box: str, label: str | None = None, barri
     async def work(record: Record) -> Snapshot | None:
         running = manager.machines.running[box]
         touched = running.touched
-        # A program that runs now may change things after the capture, and end unseen.
-        idle = await manager.driver.idle(running.handle)
-        if idle and touched == running.captured:
+        if touched == running.captured and await manager.driver.idle(running.handle):
             return await _named(manager, record, running.snapshot, State.RUNNING, label, barrier)
         with manager.layers.staged(f"checkpoint-{box}") as staging:
             capture = await manager.driver.checkpoint(running.handle, staging)
@@ -42,7 +40,8 @@ async def checkpoint(manager: Manager, box: str, label: str | None = None, barri
                 snapshot = await manager.machines.commit(
                     record, running, capture, staging, after, label=label, barrier=barrier
                 )
-        running.captured = touched if idle else -1
+        # A program that ran in it may change things afterwards, and end unseen.
+        running.captured = touched if capture.idle else -1
         if running.taken >= RECYCLE:
             await _recycle(manager, record, running)
         return snapshot

@@ -109,6 +109,7 @@ class Capture:
     memory: layer file (pages.py) with the pages written since then, in the directory that the capture was given, as
     is `state`. disks: frozen writable layers since then, oldest first, in the machine's directory: they stay as they
     are while it runs. pause_s: seconds in which the guest did not run. dirty_bytes: size of the pages captured.
+    idle: no program ran in it (see `Driver.idle`); False if the guest did not say so.
     """
 
     memory: Path
@@ -117,6 +118,7 @@ class Capture:
     pause_s: float
     dirty_bytes: int
     clean: bool = True
+    idle: bool = False
     steps_s: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -112,6 +112,10 @@ class _Vm:
     processes: list[FakeProcess] = field(default_factory=list)
 
 
+def _idle(vm: _Vm) -> bool:
+    return all(process._task.done() for process in vm.processes)
+
+
 class FakeDriver:
     """See `Driver`. `vms` holds what runs, by sandbox id, for tests to look at and to break."""
 
@@ -191,6 +195,7 @@ class FakeDriver:
 
     async def _capture(self, handle: Handle, into: Path, keep: bool) -> Capture:
         box, vm = handle.box, self._vm(handle)
+        idle = _idle(vm)
         await self.gate(Step.QUIESCED, box)
         started = time.perf_counter()
         vm.running = False
@@ -208,7 +213,7 @@ class FakeDriver:
         size = vm.machine.memory_mib << 20
         write_layer(into / "memory", size, [(0, len(memory) // PAGE)], [memory])
         await self.gate(Step.WRITTEN, box)
-        return Capture(into / "memory", into / "state", (), pause_s, len(memory))
+        return Capture(into / "memory", into / "state", (), pause_s, len(memory), idle=idle)
 
     async def _go_on(self, handle: Handle) -> None:
         self._vm(handle).running = True
@@ -255,7 +260,7 @@ class FakeDriver:
         self._vm(handle)
 
     async def idle(self, handle: Handle) -> bool:
-        return all(process._task.done() for process in self._vm(handle).processes)
+        return _idle(self._vm(handle))
 
     async def stats(self, handle: Handle) -> Stats:
         size = sum(map(len, self._vm(handle).guest.files.values()))

@@ -219,7 +219,7 @@ class FirecrackerDriver(VmDriver[_Vm]):
     # Captures
 
     async def _capture(self, vm: _Vm, into: Path, keep: bool) -> Capture:
-        clean = await vm.agent.quiesce(QUIESCE_S)
+        programs = await vm.agent.quiesce(QUIESCE_S)
         await vm.agent.detach()  # a snapshot resets every connection of its machine: none may be open
         await self.gate(Step.QUIESCED, vm.box)
         stopped = time.perf_counter()
@@ -246,7 +246,8 @@ class FirecrackerDriver(VmDriver[_Vm]):
         await asyncio.to_thread(take_state, state, into / "state")
         await self.gate(Step.WRITTEN, vm.box)
         size = len(vm.written) * PAGE
-        return Capture(into / "memory", into / "state", tuple(vm.frozen), pause_s, size, clean)
+        clean, idle = programs is not None, programs == 0
+        return Capture(into / "memory", into / "state", tuple(vm.frozen), pause_s, size, clean, idle)
 
     def _write(self, vm: _Vm, into: Path) -> None:
         self._absorb(vm)

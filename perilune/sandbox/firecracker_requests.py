@@ -51,7 +51,8 @@ async def vsock(path: Path) -> socket.socket | None:
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_UNIX)
     connection.setblocking(False)
-    with contextlib.suppress(OSError, TimeoutError):
+    with contextlib.ExitStack() as undo, contextlib.suppress(OSError, TimeoutError):
+        undo.callback(connection.close)
         async with asyncio.timeout(_TRY_S):
             await loop.sock_connect(connection, str(path))
             await loop.sock_sendall(connection, f"CONNECT {AGENT_PORT}\n".encode())
@@ -62,8 +63,8 @@ async def vsock(path: Path) -> socket.socket | None:
                     raise OSError("reset")
                 answer += piece
             if answer.startswith(b"OK "):
+                undo.pop_all()
                 return connection
-    connection.close()
     return None
 
 

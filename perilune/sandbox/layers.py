@@ -246,8 +246,8 @@ class Layers:
                 fill_holes(fd, size)
                 target.with_suffix(".layers").write_text(" ".join(layers))
                 with self._lock:
-                    self._held[target] += 1
                     os.rename(new, target)
+                    self._held[target] += 1
             except BaseException as error:
                 new.unlink()
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -202,7 +202,7 @@ class Machines:
                 raise
         running.memory, running.disks, running.snapshot = memory, disks, snapshot
         running.taken = len(capture.disks)
-        with contextlib.suppress(SandboxError, OSError):  # it is committed; what is left over goes with a later one
+        with contextlib.suppress(Exception):  # it is committed; what is left over goes with a later one
             await self.collect()
         return snapshot
 

@@ -229,7 +229,8 @@ class Manager:
     # The guest
 
     async def _use(self, box: str) -> Running:
-        while self.store.get(box).state is State.SNAPSHOTTING and box not in self.machines.running:
+        busy = self.transitions.busy
+        while self.store.get(box).state is State.SNAPSHOTTING and box not in self.machines.running and busy(box):
             await self.transitions.settled(box)  # it goes on as another process in a moment
         record = self.store.get(box)
         running = self.machines.running.get(box)
@@ -256,7 +257,11 @@ class Manager:
 
     async def write(self, box: str, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file of the guest in one piece."""
-        await self.driver.write((await self._use(box)).handle, path, data, mode)
+        running = await self._use(box)
+        try:
+            await self.driver.write(running.handle, path, data, mode)
+        finally:
+            running.touched += 1  # what was captured meanwhile has not all of it
 
     async def stats(self, box: str) -> Stats:
         """What its machine costs now; zeros while it is paused."""

@@ -149,7 +149,7 @@ class QemuDriver(VmDriver[Vm]):
         writes = await vm.disk_written()
         if writes:
             await vm.add_layer()
-        clean = await vm.agent.quiesce(QUIESCE_S)
+        programs = await vm.agent.quiesce(QUIESCE_S)
         await passed(Step.QUIESCED)
         stopped = time.perf_counter()
         await vm.qmp("stop")
@@ -173,7 +173,8 @@ class QemuDriver(VmDriver[Vm]):
         await asyncio.to_thread(take_state, vm.directory / "state", into / "state")
         await passed(Step.WRITTEN)
         dirty = sum(count for _, count in extents) * PAGE
-        return Capture(into / "memory", into / "state", tuple(vm.frozen), pause_s, dirty, clean, steps)
+        clean, idle = programs is not None, programs == 0
+        return Capture(into / "memory", into / "state", tuple(vm.frozen), pause_s, dirty, clean, idle, steps)
 
     async def merge_disks(self, machine: Machine, disks: Sequence[Path], target: Path) -> None:
         await asyncio.to_thread(self._launcher.merge, machine, disks, target)
@@ -228,7 +229,7 @@ async def _or_gone(vm: Vm, work: Awaitable[T]) -> T:
 
 
 def _zeros(machine: Machine) -> Path:
-    """The memory of a machine that has not booted: a file without a single block."""
+    """The memory of a machine that has not booted: a file without a single block, but on tmpfs (`fill_holes`)."""
     path = machine.blank.with_name(f"zeros-{machine.memory_mib}.ram")
     if not path.exists():
         new = path.with_suffix(f".new{threading.get_ident()}")

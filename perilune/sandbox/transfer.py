@@ -60,14 +60,15 @@ def _pack(local: Path) -> bytes:
 
 
 def _unpack(data: bytes, local: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        total = sum(member.size for member in archive.getmembers())
-        if total > READ_LIMIT:
-            raise GuestError(f"the folder's files are {total} bytes; at most {READ_LIMIT} are copied at once")
-        try:
+    # Uncompressed, as it was asked for: a few megabytes could else be terabytes to look through.
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            total = sum(member.size for member in archive.getmembers())
+            if total > READ_LIMIT:
+                raise GuestError(f"the folder's files are {total} bytes; at most {READ_LIMIT} are copied at once")
             extract(archive, local)
-        except (tarfile.TarError, ValueError) as error:
-            raise GuestError(f"the guest's archive was refused: {error}") from error
+    except (tarfile.TarError, ValueError) as error:
+        raise GuestError(f"the guest's archive was refused: {error}") from error
 
 
 def normal(path: str) -> str:

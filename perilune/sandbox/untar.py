@@ -87,6 +87,8 @@ def inside(root: Path, place: str) -> Path:
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, source: Path | None) -> None:
     """Write one member exactly there: what is in its place goes first. source: what a hard link is another name of."""
+    if source == target:
+        return
     if target.is_symlink() or (target.exists() and not (target.is_dir() and member.isdir())):
         remove(target)
     if member.isdir():

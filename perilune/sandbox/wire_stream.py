@@ -28,7 +28,7 @@ class Sender(Protocol):
 
 
 class Stream:
-    """One program or file: room for its input, futures for the answers."""
+    """One program or file: room for its input, futures for the answers. heard: since somebody last looked."""
 
     def __init__(self, number: int, agent: Sender) -> None:
         loop = asyncio.get_running_loop()
@@ -39,6 +39,7 @@ class Stream:
         self.error = ""
         self.room = WINDOW
         self.has_room = asyncio.Event()
+        self.heard = False
 
     def receive(self, which: int, data: bytes) -> None:
         """A piece of output has come."""

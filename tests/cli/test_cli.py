@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import perilune
+import perilune.ops
 from perilune import cli
 from perilune.cli import COMMANDS, main
+from perilune.cli.env import kernels
 from perilune.config import ModelConfig
 from perilune.errors import Error
 
@@ -196,6 +200,15 @@ def test_env_names_versions_and_device(capsys: pytest.CaptureFixture[str]) -> No
     facts = json.loads(capsys.readouterr().out)
     assert facts["perilune"] == perilune.__version__
     assert {"torch", "torch threads", "python"} <= set(facts)
+
+
+def test_env_asks_every_operation_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [folder.name for folder in pkgutil.iter_modules(perilune.ops.__path__) if folder.ispkg]
+    expected = {f"ops.{name}": f"that of {name}" for name in folders}
+    for name in folders:
+        home = import_module("perilune.ops.mla.varlen" if name == "mla" else f"perilune.ops.{name}")
+        monkeypatch.setattr(home, "implementation", lambda *tensors, name=name: f"that of {name}")
+    assert kernels().items() >= expected.items()
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -22,6 +22,7 @@ from perilune.ops.conv import short_conv
 from perilune.ops.kda import decode
 from perilune.ops.mla import paged_reference, triton_paged, triton_varlen
 from perilune.ops.moe import grouped, products, triton_routing
+from perilune.ops.mx import decode_mxfp4, decode_mxfp8, encode_mxfp4, encode_mxfp8, fake_quantize
 from perilune.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from perilune.ops.sequences import Sequences
 
@@ -120,6 +121,16 @@ def test_row_weights_with_gaps_reach_no_kernel(monkeypatch: pytest.MonkeyPatch) 
     assert all(x.is_contiguous() for x in seen)
 
 
+def test_weight_gradients_of_no_rows_read_nothing_back() -> None:
+    """A rank of expert parallelism may have none; on "meta" there is nothing to read."""
+    ends = torch.zeros(3, dtype=torch.int32)
+    for device in ("cpu", "meta"):
+        d, x = torch.empty(0, 16, device=device), torch.empty(0, 8, device=device)
+        found = products.weight_gradient(d, x, ends.to(device))
+        assert found.shape == (3, 16, 8)
+        assert device == "meta" or not found.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_and_gates_in_float64_beside_narrower_rows(dtype: torch.dtype) -> None:
     """The rows' dtype says what is computed in; gradients come back in each input's own."""
@@ -175,6 +186,8 @@ def test_decode_refuses_indices_and_weights_with_gaps() -> None:
 
 X, W, CUT = torch.zeros(3, 8), torch.zeros(8), Sequences.from_lengths([3])
 HEADS, IDS = torch.zeros(3, 2, 16), torch.zeros(3, 2, dtype=torch.int64)
+BLOCKS, CODES = torch.zeros(2, 32), torch.zeros(2, 16, dtype=torch.uint8)
+SCALES = torch.zeros(2, 1, dtype=torch.uint8)
 WIDE, ENDS = torch.zeros(1, 1, 1), torch.tensor([3], dtype=torch.int32)
 AWAY = "is on meta; must be on cpu"
 REFUSED = {
@@ -206,6 +219,22 @@ REFUSED = {
     "experts": (
         lambda: moe.experts(X, moe.Dense(WIDE.expand(1, 16, 8).to("meta"), WIDE.expand(1, 8, 8)), ENDS, SILU),
         f"experts: gate_up_E2FL {AWAY} as rows_RL is",
+    ),
+    "encode_mxfp4 of integers": (lambda: encode_mxfp4(BLOCKS.int()), r"encode_mxfp4: x is torch\.int32"),
+    "encode_mxfp8 of integers": (lambda: encode_mxfp8(BLOCKS.int()), r"encode_mxfp8: x is torch\.int32"),
+    "decode_mxfp4": (lambda: decode_mxfp4(CODES, SCALES.to("meta")), f"decode_mxfp4: scale {AWAY} as codes is"),
+    "decode_mxfp4 to elsewhere": (
+        lambda: decode_mxfp4(CODES, SCALES, out=BLOCKS.to("meta")),
+        f"decode_mxfp4: out {AWAY}",
+    ),
+    "decode_mxfp8": (
+        lambda: decode_mxfp8(BLOCKS.to(torch.float8_e4m3fn), SCALES.to("meta")),
+        f"decode_mxfp8: scale {AWAY}",
+    ),
+    "fake_quantize of integers": (lambda: fake_quantize(BLOCKS.int(), "mxfp4"), r"fake_quantize: x is torch\.int32"),
+    "fake_quantize to elsewhere": (
+        lambda: fake_quantize(BLOCKS, "mxfp4", out=BLOCKS.to("meta")),
+        f"fake_quantize: out {AWAY} as x is",
     ),
 }
 

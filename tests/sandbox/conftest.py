@@ -37,10 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--firecracker", action="store_true", help="boot Firecracker in the sandbox tests (real KVM)")
 
 
+_BOOTED = {"qemu_assets", "driver_and_machine", "firecracker"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first of them builds and boots what all of them use."""
+    """The first that needs a real guest builds and boots what all of them use."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & _BOOTED and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from perilune.sandbox import agent as host
 from perilune.sandbox.agent import Agent
 from perilune.sandbox.driver import Command, Output
 from perilune.sandbox.errors import GuestError
@@ -82,6 +83,82 @@ def test_a_file_without_an_end() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_guest_that_hangs_in_a_file(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence of a guest that runs ends the wait, at its first word or in the middle; one that stands may be silent."""
+
+    async def test() -> None:
+        async with connected() as (agent, guest):
+            ask, word = (Frame.READ, Frame.DATA) if verb == "read" else (Frame.WRITE, Frame.TAKEN)
+
+            def begin() -> asyncio.Task[bytes | None]:
+                data = bytes(3 * WINDOW)
+                return asyncio.create_task(agent.read("/f", 9) if verb == "read" else agent.write("/f", data, 0o644))
+
+            monkeypatch.setattr(host, "_ANSWER_S", 0.02)
+            for said in (False, True):
+                working = begin()
+                stream, _ = await guest.heard(ask)
+                if said:
+                    await guest.say(word, stream, number(4))
+                with pytest.raises(GuestError, match="has not answered"):
+                    await working
+                if verb == "read":
+                    assert await guest.heard(Frame.DISCARD) == (stream, number(1))
+            working = begin()
+            stream, _ = await guest.heard(ask)
+            quiet = asyncio.create_task(agent.quiesce(20.0))
+            question, _ = await guest.heard(Frame.PING)
+            await guest.say(Frame.PONG, question, number(0))
+            await quiet
+            await asyncio.sleep(0.1)
+            assert not working.done()
+            await guest.say(Frame.END, stream, number(0))
+            await working
+            assert not agent._streams
+
+    run(test())
+
+
+def test_a_file_that_comes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is an answer: a large file may take any time."""
+
+    async def test() -> None:
+        async with connected() as (agent, guest):
+            wait = asyncio.wait
+            streams: list[int] = []
+
+            async def late(tasks: list[asyncio.Future[int]], timeout: float | None) -> object:
+                if not streams:
+                    streams.append((await guest.heard(Frame.READ))[0])
+                await guest.say(Frame.DATA, streams[0], b"x")
+                streams.append((await guest.heard(Frame.CREDIT))[0])
+                if len(streams) < 6:
+                    return set(), set(tasks)
+                await guest.say(Frame.END, streams[0], number(0))
+                return await wait(tasks)
+
+            monkeypatch.setattr(asyncio, "wait", late)
+            assert await agent.read("/f", 100) == b"xxxxx"
+
+    run(test())
+
+
+def test_a_file_whose_reader_has_gone() -> None:
+    """The guest closes it."""
+
+    async def test() -> None:
+        async with connected() as (agent, guest):
+            reading = asyncio.create_task(agent.read("/f", 100))
+            stream, _ = await guest.heard(Frame.READ)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert await guest.heard(Frame.DISCARD) == (stream, number(1))
+
+    run(test())
+
+
 def test_a_late_answer_is_not_the_next_one() -> None:
     """A guest that answers a question after its time: what was sent since has not been read yet."""
 
@@ -98,7 +175,7 @@ def test_a_late_answer_is_not_the_next_one() -> None:
                 await asyncio.sleep(0)
             assert not quiet.done()
             await guest.say(Frame.PONG, second, number(0))
-            assert await quiet
+            assert await quiet == 0
 
     run(test())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,62 @@ def test_what_a_program_did_after_a_capture(fake_root: Assets, gates: Gates) -> 
     run(test())
 
 
+def test_a_file_that_is_written_during_a_capture(fake_root: Assets, gates: Gates) -> None:
+    """The capture has a part of it at most: the next checkpoint is another one, with all of it."""
+
+    async def test() -> None:
+        async with opened(fake_root, gates) as manager:
+            box = (await manager.create(Options())).id
+            write, going, go_on = manager.driver.write, asyncio.Event(), asyncio.Event()
+
+            async def slow(handle: Handle, path: str, data: bytes, mode: int = 0o644) -> None:
+                going.set()
+                await go_on.wait()
+                await write(handle, path, data, mode)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(manager.driver, "write", slow)
+                writing = asyncio.create_task(manager.write(box, "/f", b"1"))
+                await going.wait()
+                first = await manager.checkpoint(box)
+                go_on.set()
+                await writing
+            second = await manager.checkpoint(box)
+            assert second != first
+            copy = await manager.create(Options(snapshot=second.id))
+            assert await manager.read(copy.id, "/f") == b"1"
+
+    run(test())
+
+
+def test_what_a_checkpoint_asks_the_guest(fake_root: Assets, gates: Gates) -> None:
+    """Nothing besides its capture; only where nobody has used it since the last one, whether a program runs."""
+
+    async def test() -> None:
+        async with opened(fake_root, gates) as manager:
+            box = (await manager.create(Options())).id
+            verbs, calls = ("idle", "checkpoint", "exec", "read", "refresh"), []
+
+            def counted(verb: str) -> Any:
+                real = getattr(manager.driver, verb)
+
+                async def call(*given: Any) -> Any:
+                    calls.append(verb)
+                    return await real(*given)
+
+                return call
+
+            with pytest.MonkeyPatch.context() as patch:
+                for verb in verbs:
+                    patch.setattr(manager.driver, verb, counted(verb))
+                first = await manager.checkpoint(box)
+                assert calls == ["checkpoint"]
+                assert await manager.checkpoint(box) == first
+                assert calls == ["checkpoint", "idle"]
+
+    run(test())
+
+
 def test_naming_a_paused_snapshot_while_it_goes_on(fake_root: Assets, gates: Gates) -> None:
     """A checkpoint of a paused sandbox waits for the store; a resume meanwhile is not undone, nor a later pause."""
 
@@ -258,7 +315,7 @@ def test_a_pause_that_is_committed_is_one(fake_root: Assets, gates: Gates, step:
     run(test())
 
 
-@pytest.mark.parametrize("error", [OSError("read-only"), Exhausted("full")])
+@pytest.mark.parametrize("error", [OSError("read-only"), Exhausted("full"), sqlite3.OperationalError("disk I/O error")])
 def test_old_layers_that_cannot_be_removed(fake_root: Assets, gates: Gates, error: Exception) -> None:
     """What was stored is stored: a pause pauses, a checkpoint is one; the rest goes with the next."""
 
@@ -322,6 +379,30 @@ def test_a_program_that_is_started_while_a_machine_is_made_new(fake_root: Assets
             assert manager.store.get(box).state is State.RUNNING
 
     run(test())
+
+
+def test_a_sandbox_that_is_left_half_way(fake_root: Assets, gates: Gates) -> None:
+    """Its transition could not even store its end: whoever wants it hears so, and nobody else waits for it."""
+
+    async def test() -> None:
+        async with opened(fake_root, gates) as manager:
+            box, other = [(await manager.create(Options())).id for _ in range(2)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(captures, "RECYCLE", 0)
+                patch.setattr(manager.machines, "start", _terminal)
+                patch.setattr(manager.transitions, "_end", _terminal)
+                with pytest.raises(Terminal, match="no luck"):
+                    await manager.checkpoint(box)
+            assert manager.store.get(box).state is State.SNAPSHOTTING
+            with pytest.raises(Conflict, match="snapshotting"):
+                await sh(manager, box, "echo alive")
+            assert await sh(manager, other, "echo alive") == "alive\n"
+
+    run(test())
+
+
+async def _terminal(*_: object, **__: object) -> None:
+    raise Terminal("no luck")
 
 
 # Removing what is in use

@@ -191,6 +191,13 @@ def test_archives_that_lead_out_are_refused(tmp_path: Path, lie: str) -> None:
     assert (folder / "kept").is_dir()
 
 
+@pytest.mark.parametrize("data", [gzip.compress(bytes(10240)), b"no archive" * 100], ids=["compressed", "garbage"])
+def test_what_is_no_plain_archive_is_refused(tmp_path: Path, data: bytes) -> None:
+    """A few compressed megabytes could be terabytes to look through: tar was asked for none."""
+    with pytest.raises(GuestError, match="refused"):
+        _unpack(data, tmp_path / "folder")
+
+
 def test_a_chain_of_links_longer_than_a_path(tmp_path: Path) -> None:
     """CVE-2025-4517: names that cannot be resolved any more lead out of the folder; what is written stays inside."""
     folder = tmp_path / "folder"
@@ -224,6 +231,7 @@ def test_a_folder_comes_as_it_was(tmp_path: Path) -> None:
             member("d/up", tarfile.SYMTYPE, "../f"),
             member("down", tarfile.SYMTYPE, "./d"),
             member("h", tarfile.LNKTYPE, "./f"),
+            member("h", tarfile.LNKTYPE, "h"),
         ),
         folder,
     )

@@ -32,7 +32,7 @@ from perilune.serve.bench import (
     summarize,
     trace_items,
 )
-from perilune.serve.bench.client import find_model, open_client, words_per_token
+from perilune.serve.bench.client import find_model, lines, open_client, words_per_token
 from perilune.serve.bench.workload import WORDS, Item
 from perilune.serve.simulate.traces import Request as TraceRequest
 from perilune.serve.simulate.traces import Trace
@@ -166,6 +166,23 @@ def test_words_are_fitted_to_the_servers_tokens(url, script):
     assert asyncio.run(fit()) == ("scripted", 0.5)
     script.usage = False
     assert asyncio.run(fit()) == ("scripted", 1.0)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_lines_end_where_the_server_ends_them(end, size):
+    """Other servers send U+2028 and its like as they are; pieces of the network are cut anywhere."""
+    texts = ["data: " + json.dumps({"a": "é\x85\u2028\u2029"}, ensure_ascii=False), "", "data: \x1c\x0b", "last"]
+    raw = end.join(texts).encode()
+
+    async def pieces():
+        for i in range(0, len(raw), size):
+            yield raw[i : i + size]
+
+    async def read():
+        return [line async for line in lines(pieces())]
+
+    assert asyncio.run(read()) == texts
 
 
 def test_an_open_loop_does_not_wait(url, script):

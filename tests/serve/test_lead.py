@@ -48,6 +48,22 @@ def test_a_rank_that_ends_before_the_others_meet_is_told_at_once(
     assert not torch.distributed.is_initialized()
 
 
+def test_a_rank_that_never_comes_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose GPU does not answer: it lives, and says nothing."""
+    started, theirs = list[processes.Process](), list[Connection]()
+
+    def start(module: str) -> tuple[processes.Process, Connection]:
+        mine, other = Pipe()
+        theirs.append(other)
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return started[-1], mine
+
+    monkeypatch.setattr(processes, "start", start)
+    with pytest.raises(Error, match=r"has not come within 0\.1 s"):
+        Ranks(tmp_path, CONFIG, 2, "cpu", seconds=0.1)
+    assert started[0].returncode is not None
+
+
 class Pipes:
     """An end that keeps what it is sent, and breaks off at the `at`th time."""
 

@@ -109,14 +109,15 @@ def session(*request: object, **other: object) -> dict[str, object]:
         ([{**ROW, "output_length": -1}], r"line 1: output_length is -1; must be an integer from 0"),
         ([{**ROW, "input_length": "1200"}], r"line 1: input_length is '1200'; must be an integer"),
         ([{**ROW, "input_length": 10**15}], r"line 1: input_length is 10{15}; must be an integer from 1 to 16777216"),
-        ([{**ROW, "timestamp": -1}], r"line 1: timestamp is -1; must be a number >= 0"),
-        ([{**ROW, "timestamp": float("nan")}], r"line 1: timestamp is nan; must be a number >= 0"),
+        ([{**ROW, "timestamp": -1}], r"line 1: timestamp is -1; must be a number from 0 to 1e\+15"),
+        ([{**ROW, "timestamp": float("nan")}], r"line 1: timestamp is nan; must be a number from 0"),
+        ([{**ROW, "timestamp": 10**400}], r"line 1: timestamp is 10{56}"),
         ([{**ROW, "timestamp": 9}, ROW], r"line 2: timestamp is 0; must be >= 9"),
         ([session(0.0, 200, 70, 0, 0, [[1, 3]]), ROW], r"line 2: block is missing; must be the first line's, 64"),
         ([session(block=0)], r"line 1: block is 0; must be an integer >= 1"),
         ([session(requests=[])], r"line 1: requests is \[\]; must be a list of at least one request"),
         ([session(0.0, 200)], r"line 1: requests\[0\] is \[0\.0, 200\]; must be \[t, input"),
-        ([session(-1.0, 200, 70, 0, 0, [[1, 3]])], r"line 1: requests\[0\] t is -1\.0; must be a number >= 0"),
+        ([session(-1.0, 200, 70, 0, 0, [[1, 3]])], r"line 1: requests\[0\] t is -1\.0; must be a number from 0"),
         ([session(0.0, 200, 70, 0, 9, [[1, 3]])], r"requests\[0\] keep is 9; must be an integer from 0 to 0"),
         ([session(0.0, 200, 70, 0, 0, [[1, 10**12]])], r"length of a run is 10{12}; must be an integer from 0 to"),
         ([session(0.0, 200, 70, 0, 0, 7)], r"requests\[0\] runs holds 7; must be a list of \[start, length\]"),
@@ -127,6 +128,15 @@ def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, rows: list[object]
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(Error, match=message):
         read(tmp_path / "trace")
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"offset_s": [1e400]}', f'{{"offset_s": [1{"0" * 400}]}}', "[0]", "{}"]
+)
+def test_offsets_that_are_no_times_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "offsets").write_text(text)
+    with pytest.raises(Error, match="must be a JSON object with 'offset_s'"):
+        read(DATA / "agentic.jsonl", offsets=tmp_path / "offsets")
 
 
 def test_a_broken_gzip_file_is_refused_and_an_empty_line_is_none(tmp_path: Path) -> None:

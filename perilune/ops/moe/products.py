@@ -110,6 +110,8 @@ def weight_gradient(
     skip_empty). Written to out_EGK if given."""
     if out_EGK is not None:
         return out_EGK.copy_(weight_gradient(d_RG, x_RK, offs_E, skip_empty))
+    if not x_RK.shape[0]:
+        return x_RK.new_zeros(offs_E.shape[0], d_RG.shape[1], x_RK.shape[1])
     if fits_grouped_mm(x_RK, d_RG.shape[1], x_RK.shape[1]):
         return nnf.grouped_mm(d_RG.t(), x_RK, offs=offs_E)
     ends = [0, *offs_E.tolist()]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from perilune.errors import Error
+from perilune.ops.checks import check_device, check_floats
 from perilune.ops.implementation import Implementation, room
 from perilune.ops.implementation import implementation as _implementation
 from perilune.ops.mx.reference import BLOCK, RULES
@@ -25,7 +26,7 @@ def encode_mxfp4(w: torch.Tensor, rule: str = "even", seed: int | None = None) -
     """(packed uint8 [..., K/2], scale uint8 [..., K/32]) of w [..., K], in the layout of `mxfp4-pack-quantized`.
 
     Byte b of a row holds element 2b in its low nibble and 2b+1 in its high nibble; a nibble is sign (bit 3) and E2M1
-    magnitude. Raises Error unless K is a multiple of 32 and the rule is known.
+    magnitude. Raises Error unless w is bf16, fp16, fp32 or fp64, K a multiple of 32 and the rule known.
     """
     _check_values("encode_mxfp4", w, rule)
     both: tuple[torch.Tensor, torch.Tensor] = _room(w).encode_mxfp4(w, rule, seed)
@@ -41,12 +42,14 @@ def decode_mxfp4(
     """w [..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32], into `out` (contiguous) if given.
 
     Exact in fp32 unless |w| >= 2^128 (scale byte 253 and above), which becomes infinite; then one rounding to dtype.
-    Raises Error when the shapes or dtypes do not fit together.
+    Raises Error when the shapes, dtypes or devices do not fit together.
     """
     _check_codes("decode_mxfp4", packed, torch.uint8, scale, values=2 * packed.shape[-1])
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if out is not None and (out.shape != shape or out.dtype != dtype or not out.is_contiguous()):
         raise Error(f"decode_mxfp4: out is {out.dtype} {tuple(out.shape)}; must be contiguous {dtype} {shape}")
+    if out is not None:
+        check_device("decode_mxfp4", "codes", packed, "out", out)
     w: torch.Tensor = _room(packed, dtype).decode_mxfp4(packed, scale, dtype, out)
     return w
 
@@ -54,7 +57,7 @@ def decode_mxfp4(
 def encode_mxfp8(x: torch.Tensor, rule: str = "even", seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(elements float8_e4m3fn [..., K], scale uint8 [..., K/32]) of x [..., K]; elements saturate at 448.
 
-    Raises Error unless K is a multiple of 32 and the rule is known.
+    Raises Error as `encode_mxfp4`.
     """
     _check_values("encode_mxfp8", x, rule)
     both: tuple[torch.Tensor, torch.Tensor] = _room(x).encode_mxfp8(x, rule, seed)
@@ -64,7 +67,7 @@ def encode_mxfp8(x: torch.Tensor, rule: str = "even", seed: int | None = None) -
 def decode_mxfp8(elements: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """x [..., K] in `dtype` from elements float8_e4m3fn [..., K] and scale uint8 [..., K/32].
 
-    Raises Error when the shapes or dtypes do not fit together.
+    Raises Error when the shapes, dtypes or devices do not fit together.
     """
     _check_codes("decode_mxfp8", elements, torch.float8_e4m3fn, scale, values=elements.shape[-1])
     x: torch.Tensor = _room(elements, dtype).decode_mxfp8(elements, scale, dtype)
@@ -78,7 +81,7 @@ def fake_quantize(
 
     out: written instead of a new tensor, contiguous and of x's shape, possibly x itself, or in another floating dtype,
     to which the values are rounded once more; no gradient then.
-    Raises Error unless K is a multiple of 32 and format and rule are known.
+    Raises Error as `encode_mxfp4`, for an unknown format, and for an `out` that does not fit.
     """
     if format not in ("mxfp4", "mxfp8"):
         raise Error(f"fake_quantize: format is {format!r}; allowed: 'mxfp4', 'mxfp8'")
@@ -88,6 +91,7 @@ def fake_quantize(
             raise Error(
                 f"fake_quantize: out is {out.dtype} {tuple(out.shape)}; must be contiguous floats {tuple(x.shape)}"
             )
+        check_device("fake_quantize", "x", x, "out", out)
         return _fake(x.detach(), format, rule, seed, out)
     y: torch.Tensor = _StraightThrough.apply(x, format, rule, seed)  # type: ignore[no-untyped-call]
     return y
@@ -123,6 +127,7 @@ def _check_values(op: str, w: torch.Tensor, rule: str) -> None:
         raise Error(f"{op}: rule is {rule!r}; allowed: {', '.join(map(repr, RULES))}")
     if w.dim() < 1 or w.shape[-1] % BLOCK:
         raise Error(f"{op}: the last dimension of shape {tuple(w.shape)} must be a multiple of {BLOCK}")
+    check_floats(op, x=w)
 
 
 def _check_codes(op: str, codes: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, values: int) -> None:
@@ -133,6 +138,7 @@ def _check_codes(op: str, codes: torch.Tensor, dtype: torch.dtype, scale: torch.
     expected = (*codes.shape[:-1], values // BLOCK)
     if scale.shape != expected:
         raise Error(f"{op}: scale has shape {tuple(scale.shape)}; codes of shape {tuple(codes.shape)} need {expected}")
+    check_device(op, "codes", codes, "scale", scale)
 
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,7 +134,7 @@ async def measure(client: httpx.AsyncClient, target: Target, item: Item, begin: 
                 await answer.aread()
                 record.error = f"status {answer.status_code}: {answer.text[:200]}"
                 return record
-            async for line in answer.aiter_lines():
+            async for line in lines(answer.aiter_bytes()):
                 if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
                     continue
                 chunk = json.loads(data)
@@ -160,6 +161,17 @@ async def measure(client: httpx.AsyncClient, target: Target, item: Item, begin: 
     return record
 
 
+async def lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Lines of an event stream. httpx's `aiter_lines` also ends them at U+2028 and its like, which JSON may hold."""
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
 def _count(record: Record, usage: dict[str, Any]) -> None:
     record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
     record.output_tokens = usage.get("completion_tokens") or record.output_tokens
@@ -174,4 +186,4 @@ def _says_something(chunk: dict[str, Any]) -> bool:
     return False
 
 
-__all__ = ["Record", "Target", "find_model", "measure", "open_client", "words_per_token"]
+__all__ = ["Record", "Target", "find_model", "lines", "measure", "open_client", "words_per_token"]

@@ -131,6 +131,8 @@ class Ranks:
                 with suppress(OSError):  # one that has ended already is told of by `_said`
                     pipe.send(setup)
             for pipe in self._pipes:  # the meeting waits long for one that will not come
+                if not pipe.poll(seconds):
+                    raise Error(f"a rank has not come within {seconds:g} s; its own output may say why")
                 self._said(pipe, "here")
             self.device = take_device(setups[0])
             self.link = meet(setups[0], self.device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any
 
 from perilune.errors import Error
 
 MOST = 1 << 24  # tokens of a prompt or an answer
 IDS = 1 << 32  # ids of a session
+LATEST = 1e15  # seconds or milliseconds
 
 
 def conversation(row: dict[str, Any], where: str, block: int) -> None:
@@ -67,8 +67,8 @@ def _whole(value: object, name: str, least: int, most: int) -> int:
 
 
 def _time(value: object, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise Error(f"{name} is {_short(value)}; must be a number >= 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LATEST:
+        raise Error(f"{name} is {_short(value)}; must be a number from 0 to {LATEST:g}")
 
 
 def _short(value: object) -> str:

@@ -115,7 +115,7 @@ def _offsets(path: str | Path | None) -> list[float] | None:
         if not all(0 <= at < inf for at in starts):
             raise ValueError("one is negative or not finite")
         return starts
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Error(
             f"offsets {str(path)!r} must be a JSON object with 'offset_s', a list of numbers >= 0: {error}"
         ) from None

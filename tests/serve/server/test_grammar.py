@@ -203,6 +203,20 @@ def test_drafts_that_were_wrong_are_forgotten() -> None:
             drafted(tokens)
 
 
+def test_a_grammar_that_another_thread_has_made_forgotten_is_given_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is remembered is cleared when it is full, by any of the threads that compile."""
+
+    class Forgetful(dict[bytes, Any]):
+        def __setitem__(self, name: bytes, value: Any) -> None:
+            pass
+
+    ours = grammars("k3")
+    monkeypatch.setattr(ours, "_known", Forgetful())
+    assert ours.compiled({"type": "const_string", "value": "ab"}).reserve > 64
+
+
 def test_drafts_behind_the_end_are_forgotten_with_it() -> None:
     """Prompt lookup copies what came after a turn's end: the mask of what came instead is as without drafts."""
     ours, words = grammars("k3"), tiny_tokenizer()
