@@ -51,7 +51,7 @@ def test_a_life_over_the_wire(
         made = new(client, timeout=600)
         box = made["sandboxID"]
         # A program that counts goes on through a pause, and in a fork from the same number.
-        counter = "i=0; while :; do i=$((i+1)); echo $i > /n; sleep 0.05; done"
+        counter = "i=0; while :; do i=$((i+1)); echo $i > /m; mv /m /n; sleep 0.05; done"
         client.post(f"/sandboxes/{box}/exec", json={"cmd": counter, "detach": True})
         start = {"process": {"cmd": "/bin/bash", "args": ["-l", "-c", "echo $0; id -un; cat"]}, "stdin": False}
         messages = stream(call(client, made, "process.Process/Start", start).content)
