@@ -280,6 +280,9 @@ void process_reap(void) {
 
 // Programs in the guest: processes that are neither this one nor threads of the kernel.
 int process_count(void) {
+  // All programs descend from the first one: without a child there are none, and no page is touched to find out.
+  siginfo_t child;
+  if (getpid() == 1 && waitid(P_ALL, 0, &child, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0 && errno == ECHILD) return 0;
   DIR *directory = opendir("/proc");
   struct dirent *entry;
   int count = 0;
