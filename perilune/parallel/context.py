@@ -109,4 +109,4 @@ def context_parts(parts: Parts, group: dist.ProcessGroup | None, scan: kda_ops.S
     )
 
 
-__all__ = ["as_slice", "context_conv", "context_latents", "context_parts", "kcp"]
+__all__ = ["context_conv", "context_latents", "context_parts", "kcp"]

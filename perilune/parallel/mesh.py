@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,10 @@ class Mesh:
     def part(self) -> tuple[int, int]:
         """(place, size) in `parts`."""
         return self.places[2] * self.sizes[3] + self.places[3], self.sizes[2] * self.sizes[3]
+
+    def rows(self, tokens: int) -> int:
+        """Most rows of the residual stream that a rank has of so many tokens: cp and tp cut them evenly."""
+        return ceil(ceil(tokens / self.sizes[3]) / self.sizes[4])
 
 
 def processes() -> int:

@@ -18,18 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from perilune.errors import Error
 from perilune.model import Stats, Transformer
 from perilune.parallel.stage import Kept, Loss, MicroBatch, StageModule
-from perilune.parallel.stages import (
-    SPLIT,
-    Place,
-    Schedule,
-    blocks_before,
-    check_micro_batches,
-    hop_blocks,
-    places_of,
-    rank_of,
-    splits_backward,
-    trim,
-)
+from perilune.parallel.stages import SPLIT, Place, Schedule, hop_blocks, places_of, rank_of, splits_backward, trim
 
 
 class Pipeline:
@@ -159,17 +148,4 @@ class Pipeline:
         return [torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True) for shape in shapes]
 
 
-__all__ = [
-    "SPLIT",
-    "MicroBatch",
-    "Pipeline",
-    "Place",
-    "Schedule",
-    "blocks_before",
-    "check_micro_batches",
-    "hop_blocks",
-    "places_of",
-    "rank_of",
-    "splits_backward",
-    "trim",
-]
+__all__ = ["MicroBatch", "Pipeline"]

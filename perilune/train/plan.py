@@ -21,12 +21,12 @@ from perilune.model import muon_heads, outline
 from perilune.ops.sequences import Sequences
 from perilune.parallel.layout import KEPT, Layout, left_whole
 from perilune.parallel.mesh import Axes, Mesh, without_groups
-from perilune.parallel.pipeline import Place, check_micro_batches, hop_blocks, places_of
+from perilune.parallel.stages import Place, check_micro_batches, hop_blocks, places_of
 from perilune.parallel.tensor import check_ranks
 from perilune.parallel.tensor_model import CUT
 from perilune.train.config import TrainConfig
 from perilune.train.flops import count_flops
-from perilune.train.plan_ranks import bubble, documents, is_here, itemsize, live_micro_batches, numel, of_rank, rows_of
+from perilune.train.plan_ranks import bubble, documents, is_here, itemsize, live_micro_batches, numel, of_rank
 from perilune.train.plan_traffic import collective_bytes
 
 
@@ -119,7 +119,7 @@ def plan(config: TrainConfig, shape: ModelConfig, gpus: int) -> Plan:
     busiest = ranks.index(max(ranks, key=lambda rank: rank.total))
     mesh = without_groups(gpus, axes, busiest * (gpus // parallel.pp))
     mine = of_rank(places, busiest, config)
-    rows = rows_of(config, first)
+    rows = first.rows(config.data.batch_tokens)
     size = itemsize(config)
     counts = count_flops(shape)
     whole = Sequences.from_lengths(documents(config))
@@ -199,7 +199,7 @@ def _rank(
     layers_of = [dataclasses.replace(p, first=i, last=i + 1) for p in places for i in range(p.first, p.last)]
     kept_by = [activation_bytes(config, shape, mesh, dataclasses.replace(one, index=1, count=3)) for one in layers_of]
     activations = sum(activation_bytes(config, shape, mesh, place) for place in places) * live
-    stream = 2 * len(layers_of) * rows_of(config, mesh) * shape.hidden_size * size * live + max(kept_by)
+    stream = 2 * len(layers_of) * mesh.rows(config.data.batch_tokens) * shape.hidden_size * size * live + max(kept_by)
     return Rank(
         stage=stage,
         layers=sum(place.last - place.first for place in places),

@@ -7,8 +7,7 @@ from math import ceil
 import torch
 
 from perilune.config import ModelConfig
-from perilune.parallel.mesh import Mesh
-from perilune.parallel.pipeline import Place, places_of, rank_of
+from perilune.parallel.stages import Place, places_of, rank_of
 from perilune.train.config import TrainConfig
 
 
@@ -59,11 +58,6 @@ def documents(config: TrainConfig) -> list[int]:
     return [*lengths, total % longest] if total % longest else lengths
 
 
-def rows_of(config: TrainConfig, mesh: Mesh) -> int:
-    """Of a rank in the residual stream."""
-    return ceil(ceil(config.data.batch_tokens / mesh.sizes[3]) / mesh.sizes[4])
-
-
 def itemsize(config: TrainConfig) -> int:
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype.itemsize
@@ -82,5 +76,4 @@ __all__ = [
     "live_micro_batches",
     "numel",
     "of_rank",
-    "rows_of",
 ]

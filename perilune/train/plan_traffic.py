@@ -15,8 +15,8 @@ from perilune.parallel.expert.model import is_stacked
 from perilune.parallel.fragments import exchange_bytes
 from perilune.parallel.layout import Layout
 from perilune.parallel.mesh import Mesh
-from perilune.parallel.pipeline import Place, hop_blocks
 from perilune.parallel.slices import cut_stream
+from perilune.parallel.stages import Place, hop_blocks
 from perilune.parallel.tensor_model import CUT
 from perilune.train.config import TrainConfig
 from perilune.train.plan_ranks import following, is_here, itemsize

@@ -18,7 +18,6 @@ from torch import Tensor
 from perilune.errors import Error
 from perilune.model import Stats, Transformer, muon_heads
 from perilune.model.parts import DEFAULT
-from perilune.ops.sequences import Sequences
 from perilune.parallel.beside import Beside
 from perilune.parallel.checkpoint import Part
 from perilune.parallel.collectives import local
@@ -29,6 +28,7 @@ from perilune.parallel.fill import Values, fill, give_memory
 from perilune.parallel.layout import Layout, left_whole
 from perilune.parallel.muon import Spread
 from perilune.parallel.slices import cut_stream, take_slice
+from perilune.parallel.stages import check_micro_batches
 from perilune.parallel.tensor_model import CUT, cut_model, sharded_cross_entropy
 from perilune.parallel.whole import whole_model
 from perilune.train.config import ParallelConfig
@@ -65,8 +65,6 @@ class Team(Ranks):
                 what = f"{count} groups of processes with tokens of their own"
             raise Error(f"accumulate is {len(items)}; must be a multiple of the {what}")
         if self.mesh.stages is not None:
-            from perilune.parallel.pipeline import check_micro_batches
-
             check_micro_batches(len(items) // count, self.mesh.sizes[0], self.config.schedule)
         return items[place::count]
 
@@ -95,7 +93,7 @@ class Team(Ranks):
             cut_model(model, self.mesh.tp)
         if self.mesh.shards > 1:
             cut_experts(model, self.mesh.shard, self.mesh.shards)
-            self.mixture = self._mixture(model, self._most_rows(batch_tokens), dtype)
+            self.mixture = self._mixture(model, self.mesh.rows(batch_tokens), dtype)
             model.parts = dataclasses.replace(model.parts, mixture=self.mixture, beside=Beside())
         if self.mesh.stages is not None:
             from perilune.parallel.pipeline import Pipeline
@@ -240,11 +238,6 @@ class Team(Ranks):
         tokens, (place, ranks) = part.sequences.total, (self.mesh.places[4], self.mesh.sizes[4])
         most = -(-tokens // ranks)
         return max(0, min(most, tokens - place * most))
-
-    def _most_rows(self, tokens: int) -> int:
-        """Most rows that a rank of a stage has in the residual stream of a micro-batch of so many tokens."""
-        spans = cut_stream(Sequences.from_lengths([tokens]), self.mesh.sizes[3], self.config.order)
-        return -(-spans.most_rows // self.mesh.sizes[4])
 
     def part_of(self, batch: Batch) -> Batch:
         """This rank's slice of a micro-batch."""

@@ -25,7 +25,7 @@ from perilune.parallel.expert.model import cut_experts
 from perilune.parallel.fill import drawn, fill, give_memory, stored
 from perilune.parallel.layout import Layout
 from perilune.parallel.mesh import Axes, without_groups
-from perilune.parallel.pipeline import places_of, trim
+from perilune.parallel.stages import places_of, trim
 from perilune.train.config import ParallelConfig
 from perilune.train.team import Team
 

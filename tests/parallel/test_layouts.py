@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from perilune.config import ModelConfig
-from perilune.parallel.pipeline import SPLIT, splits_backward
+from perilune.parallel.stages import SPLIT, splits_backward
 from perilune.train.config import from_dict
 from perilune.train.optim import clip_gradients
 from perilune.train.plan import plan

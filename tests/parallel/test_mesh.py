@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from perilune.ops.sequences import Sequences
 from perilune.parallel import mesh
+from perilune.parallel.slices import Order, cut_stream
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -47,6 +50,15 @@ def _members(group: dist.ProcessGroup | None) -> list[int] | None:
     out = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(out, torch.tensor([dist.get_rank()]), group=group)
     return [int(x) for x in out]
+
+
+def test_rows_are_the_most_that_a_cut_gives_a_rank() -> None:
+    """What buffers are made for, against the cut itself, in both orders."""
+    for cp, tp, tokens in product(range(1, 6), (1, 3), range(1, 100)):
+        rows = mesh.Mesh(sizes=(1, 1, 1, cp, tp)).rows(tokens)
+        for order in get_args(Order):
+            most = cut_stream(Sequences.from_lengths([tokens]), cp, order).most_rows
+            assert rows == -(-most // tp), (cp, tp, tokens, order)
 
 
 def test_groups_of_four_ranks_and_their_timeout() -> None:

@@ -9,7 +9,7 @@ import pytest
 from perilune.config import ModelConfig
 from perilune.errors import Error
 from perilune.parallel.mesh import Axes, fill_axes
-from perilune.parallel.pipeline import blocks_before, check_micro_batches, hop_blocks, places_of, rank_of
+from perilune.parallel.stages import blocks_before, check_micro_batches, hop_blocks, places_of, rank_of
 from perilune.train.config import ParallelConfig
 
 K3 = ModelConfig.from_pretrained("kimi-k3")
