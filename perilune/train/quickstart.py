@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -217,16 +219,23 @@ def _sections(files: list[FileBits], bits: dict[str, float], coded: dict[str, ob
     ]
 
 
+def _command(name: str) -> str:
+    """How a program of this installation is called from here: by its path where the shell would not find it."""
+    beside = Path(sys.executable).with_name(name)
+    return name if not beside.exists() or shutil.which(name) == str(beside) else os.path.relpath(beside)
+
+
 def _next_steps(out: Path, checkpoint: Path, report: Path) -> str:
+    perilune = _command("perilune")
     return f"""
 report        {report}  (with {out / "loss.png"} and {out / "expert-load.png"})
 model         {checkpoint}  (Kimi-K3 layout, with its tokenizer)
-curves        tensorboard --logdir {out / "tensorboard"}
+curves        {_command("tensorboard")} --logdir {out / "tensorboard"}
 
 try next:
-  perilune generate {checkpoint} "class Queue:"
-  perilune info {checkpoint}
-  perilune train run.toml --init-from {checkpoint}
+  {perilune} generate {checkpoint} "class Queue:"
+  {perilune} info {checkpoint}
+  {perilune} train run.toml --init-from {checkpoint}
 """
 
 

@@ -18,6 +18,7 @@ from perilune.chat import Tokenizer
 from perilune.config import ModelConfig
 from perilune.errors import Error
 from perilune.model import Transformer, initialize
+from perilune.train import quickstart
 from perilune.train.bits import bits_per_byte, measure, model_bits
 from perilune.train.config import DataConfig, OptimConfig
 from perilune.train.corpus import library_corpus
@@ -114,3 +115,18 @@ def test_this_interpreter_has_the_held_out_modules() -> None:
     assert 1e5 < sum(len(t.encode()) for t in corpus.held_out.values()) < 1e6
     assert not any(part in ("test", "encodings", "idlelib") for name in corpus.train for part in name.split("/")[:-1])
     assert sys.version_info >= (3, 11)
+
+
+def test_the_next_command_is_one_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make demo` the programs are in .venv/bin, which is not on the path."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "perilune"):
+        (tmp_path / ".venv" / "bin" / name).write_text("")
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert quickstart._command("perilune") == ".venv/bin/perilune"
+    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+    assert quickstart._command("perilune") == "perilune"
+    assert quickstart._command("tensorboard") == "tensorboard"  # of the extra `train`, which is not here
