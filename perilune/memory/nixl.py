@@ -1,4 +1,4 @@
-"""A room on another rank behind NIXL (`pip install nixl-cu12`): one-sided writes and reads, also between hosts.
+"""A room on another rank behind NIXL (`nixl-cu12` or `nixl-cu13`): one-sided writes and reads, also between hosts.
 
 NIXL knows no streams: a thread at the borrower waits until a tensor is made, moves it, and waits for the end, one after
 the other, so copies keep their order. The lender does nothing.
@@ -6,6 +6,7 @@ the other, so copies keep their order. The lender does nothing.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +18,16 @@ from perilune.errors import Error
 from perilune.memory.peer import Copy
 
 
+def package() -> str | None:
+    """The module that is installed: the one for torch's CUDA, or on a CPU either; None without."""
+    cuda = torch.version.cuda
+    majors = [cuda.split(".")[0]] if cuda else ["12", "13"]
+    return next((name for name in (f"nixl_cu{major}" for major in majors) if importlib.util.find_spec(name)), None)
+
+
 def installed() -> bool:
     """Whether the package is there."""
-    return importlib.util.find_spec("nixl_cu12") is not None
+    return package() is not None
 
 
 class Agent:
@@ -27,12 +35,13 @@ class Agent:
 
     def __init__(self, rank: int, timeout: float) -> None:
         """timeout: seconds that a transfer may take. Raises Error without the package."""
-        if not installed():
-            raise Error("peer memory: transport is 'nixl', but the package is not installed; pip install nixl-cu12")
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-
+        name = package()
+        if name is None:
+            wanted = f"nixl-cu{(torch.version.cuda or '12').split('.')[0]}"
+            raise Error(f"peer memory: transport is 'nixl', but the package is not installed; pip install {wanted}")
+        api = importlib.import_module(f"{name}._api")
         self.timeout = timeout
-        self.agent: Any = nixl_agent(f"perilune-{rank}", nixl_agent_config(backends=["UCX"]))
+        self.agent: Any = api.nixl_agent(f"perilune-{rank}", api.nixl_agent_config(backends=["UCX"]))
         self.thread = ThreadPoolExecutor(1, "perilune-nixl")
         self._lent: list[Any] = []
 

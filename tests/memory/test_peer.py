@@ -177,7 +177,7 @@ def test_steps_with_random_delays_and_too_small_rooms_give_the_same_losses() -> 
 @pytest.mark.parametrize(("transport", "ranks"), [("messages", 3), ("nixl", 2)])
 def test_the_same_bytes_between_processes(transport: Transport, ranks: int) -> None:
     if transport == "nixl" and not nixl.installed():
-        pytest.skip("needs nixl-cu12")
+        pytest.skip("needs nixl-cu12 or nixl-cu13")
     for rank, got in enumerate(spawn(move, ranks, "cpu", transport, limit=80)):
         assert got == ([], (0, False, rank == 0)), got
 
@@ -187,7 +187,7 @@ def test_the_same_bytes_between_processes(transport: Transport, ranks: int) -> N
 @pytest.mark.parametrize("transport", ["mapped", "messages", "nixl"])
 def test_the_same_bytes_between_gpus(transport: Transport) -> None:
     if transport == "nixl" and not nixl.installed():
-        pytest.skip("needs nixl-cu12")
+        pytest.skip("needs nixl-cu12 or nixl-cu13")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for rank, got in enumerate(spawn(move, 2, "cuda", transport, 20, limit=80)):
@@ -232,7 +232,7 @@ def lose(rank: int, when: str, transport: Transport) -> str:
 def test_a_lender_that_dies_is_named(when: str, transport: Transport) -> None:
     """Dead before it is asked, while it is asked, and one that is there but does not answer."""
     if transport == "nixl" and not nixl.installed():
-        pytest.skip("needs nixl-cu12")
+        pytest.skip("needs nixl-cu12 or nixl-cu13")
     seconds, message = spawn(lose, 2, when, transport, limit=80, answers=1)[0].split(" ", 1)
     assert float(seconds) < 15
     assert message.startswith("peer memory: rank 1, which holds ")
