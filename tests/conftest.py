@@ -44,6 +44,16 @@ def no_group_is_left() -> Iterator[None]:
         pytest.fail("a test of this module left a process group of torch.distributed behind")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_hoarded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What torch keeps of a large GPU test would be missing to the tests of other processes."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        cuda = sys.modules["torch"].cuda
+        if cuda.is_initialized() and cuda.memory_reserved() > 4 << 30:
+            cuda.empty_cache()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked `gpu` says why it did not run instead of failing on a machine without a GPU."""
     if item.get_closest_marker("gpu"):
