@@ -21,6 +21,7 @@ from perilune.errors import Error
 from perilune.memory.codec import coded_bytes
 from perilune.memory.order import Order
 from perilune.memory.peer import PeerStore
+from perilune.memory.pinned import PinnedStore
 from perilune.memory.plan import KEEP, Placement, Plan, short
 from perilune.memory.rows import UNNAMED, Row
 from perilune.memory.saved import Recipe, Saved, Slot, Source, on_stream, stream_of
@@ -98,6 +99,9 @@ class Memory:
                     yield
                 self._check()
             finally:
+                host = self.stores["host"]
+                if isinstance(host, PinnedStore):
+                    host.layer = self._order.largest
                 self._order.release()
                 self._forget()
 

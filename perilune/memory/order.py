@@ -21,9 +21,14 @@ class Order:
         self._slots.append(weakref.ref(slot))
         self._layers[layer] = self._layers.get(layer, 0) + slot.bytes
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the layer that filled most slots."""
+        return max(self._layers.values(), default=0)
+
     def fetch_before(self, slot: Slot, ahead: float) -> None:
         """What was put before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""
-        room = ahead * max(self._layers.values())
+        room = ahead * self.largest
         for reference in reversed(self._slots[: slot.number]):
             earlier = reference()
             if earlier is None or earlier.there:

@@ -16,6 +16,9 @@ import torch
 from perilune.errors import Error
 from perilune.memory.stores import check_room
 
+# Bytes in flight before a layer's size is known.
+LEAST = 1 << 30
+
 
 @dataclass
 class _Pinned:
@@ -46,11 +49,12 @@ class PinnedStore:
     """Buffers are kept for the next step, by size; limit: bytes of them in all, 0: no limit.
 
     in_flight: bytes of tensors that have been put and are not freed yet, as their copy out may be under way; half of it
-    once tensors are fetched. A tensor that is asked for while it is among them is not copied back.
+    once tensors are fetched; None: one and a half times `layer`, bytes of the largest layer of the last step, and a
+    GiB at least. A tensor that is asked for while it is among them is not copied back.
     """
 
-    def __init__(self, device: torch.device, limit: int = 0, in_flight: int = 1 << 30) -> None:
-        self.device, self.limit, self.in_flight = device, limit, in_flight
+    def __init__(self, device: torch.device, limit: int = 0, in_flight: int | None = None) -> None:
+        self.device, self.limit, self.in_flight, self.layer = device, limit, in_flight, 0
         self.held, self.pinned, self.moved = 0, 0, 0
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[_Pinned]] = {}
@@ -58,7 +62,7 @@ class PinnedStore:
         self._leaving_bytes = 0
 
     def put(self, flat: torch.Tensor) -> _Ticket:
-        self._let_go(max(0, self.in_flight - flat.nbytes))
+        self._let_go(max(0, self._most_in_flight() - flat.nbytes))
         buffer = self._buffer(flat.nbytes)
         made = torch.cuda.current_stream(self.device).record_event()
         with torch.cuda.stream(self._out):
@@ -77,7 +81,7 @@ class PinnedStore:
         if ticket.back is not None:
             return
         # The oldest are needed last.
-        self._let_go(self.in_flight // 2)
+        self._let_go(self._most_in_flight() // 2)
         if ticket.source is not None and ticket.source._version == ticket.version:
             ticket.back = (ticket.source, None)
             return
@@ -108,6 +112,10 @@ class PinnedStore:
         self._free_source(ticket)
         self.held -= ticket.size
         self._free.setdefault(ticket.buffer.bytes.numel(), []).append(ticket.buffer)
+
+    def _most_in_flight(self) -> int:
+        # A layer's tensors are made in bursts; a forward pass has the room, as the backward pass needs more.
+        return max(LEAST, 3 * self.layer // 2) if self.in_flight is None else self.in_flight
 
     def _let_go(self, most: int) -> None:
         """Free what has been copied out, and the oldest others behind their copies while there is more than `most`."""

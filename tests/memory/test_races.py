@@ -101,6 +101,44 @@ def test_pinned_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.pinned == 100
 
 
+def test_a_layer_and_a_half_may_be_on_its_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound follows the layers of the step before."""
+    device = SlowDevice(1)
+    device.install(monkeypatch)
+    # No copy ends before somebody waits for it.
+    monkeypatch.setattr(device, "run_some", lambda: None)
+    monkeypatch.setattr("perilune.memory.pinned.LEAST", 30_000)
+    world, store = World(), PinnedStore(CPU)
+    memory = Memory(Plan.of({"*": "host"}, required=False), world.weights, store)
+    most, put = [0], PinnedStore.put
+
+    def noted(self: PinnedStore, flat: torch.Tensor) -> Any:
+        ticket = put(self, flat)
+        most[0] = max(most[0], self._leaving_bytes)
+        return ticket
+
+    monkeypatch.setattr(PinnedStore, "put", noted)
+    largest = max(store_bytes(world).values())
+    assert largest > 30_000
+    for bound in (30_000, 3 * largest // 2, 3 * largest // 2):
+        most[0] = 0
+        world.step(memory)
+        device.finish()
+        assert bound // 2 < most[0] <= bound
+        assert store.layer == largest
+
+
+def store_bytes(world: World) -> dict[str, int]:
+    """Bytes by layer that a plan of everything to the host stores."""
+    found: dict[str, int] = {}
+    memory = Memory(Plan.of({"*": "host"}, required=False), world.weights, LateStore(0))
+    world.step(memory)
+    for name, row in memory.rows.items():
+        layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        found[layer] = found.get(layer, 0) + row.stored
+    return found
+
+
 def test_200_steps_with_random_delays_give_the_same_losses() -> None:
     plans = [Plan(), Plan.of({"norm": "recompute", "layers.1.kda.core": "recompute", "*": "host"})]
     losses: list[list[float]] = []
