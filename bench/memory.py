@@ -12,6 +12,7 @@ ended leaves what it has; a plan whose steps take longer than --row-seconds in a
 import argparse
 import collections
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,8 +37,9 @@ from perilune.memory.waits import Waits
 
 GB = 1e9
 LINK = 50e9
-# Most bytes that `longest` pins.
-HOST = 40 * GB
+# Most bytes that `longest` pins, and by how much a batch that did not fit is made shorter, at most four times.
+HOST = 100 * GB
+SHORTER = 0.94
 # Failures of one plan that the others survive.
 OF_A_ROW = (TimeLimitError, torch.OutOfMemoryError, Error)
 Plans = dict[str, Plan | Selective]
@@ -139,7 +141,7 @@ def pareto(rounds: Rounds, noted: Profile, working: int, count: int) -> None:
 
 
 def longest(rounds: Rounds, noted: Profile, working: int) -> None:
-    """The longest batch that a plan is predicted to train with, from two lengths, and whether one step of it ran."""
+    """The longest batch that a plan is predicted to train with, from two lengths, and the longest tried that ran."""
     bench = rounds.bench
     tokens = bench.tokens.numel()
     half = Bench(bench.model, tokens // 2)
@@ -154,16 +156,28 @@ def longest(rounds: Rounds, noted: Profile, working: int) -> None:
             rows = predict(noted, plan)
             stored = sum(r.stored for r in rows.values()) / tokens
             most = int(free / (slope + resident(rows) / tokens)) // 128 * 128
-            row |= {"predicted_tokens": most, "host_gb": stored * most / GB, "ran": None}
-            if stored * most < HOST and most > 0:
-                if CUDA:
-                    torch.cuda.empty_cache()
-                # Unless it ends.
-                row["ran"] = False
+            row |= {"predicted_tokens": most, "host_gb": stored * most / GB, "ran_tokens": None}
+            for _ in range(5 if stored * most < HOST else 0):
                 rounds.note(rounds.rows)
-                step = Bench(bench.model, most).step(plan)[0]
-                row |= {"ran": True, "ms": step["ms"], "peak_gb": step["peak"] / GB}
+                step = tried(bench, most, plan)
+                if step is not None:
+                    row |= {"ran_tokens": most, "ms": step["ms"], "peak_gb": step["peak"] / GB}
+                    break
+                most = int(SHORTER * most) // 128 * 128
             print(json.dumps({k: v for k, v in row.items() if k != "rules"}), flush=True)
+
+
+def tried(bench: Bench, tokens: int, plan: Plan) -> dict[str, float] | None:
+    """Two steps of a batch, the second measured; None if the device has no room for it."""
+    if CUDA:
+        torch.cuda.empty_cache()
+    longer = Bench(bench.model, tokens)
+    longer.host = bench.host
+    try:
+        longer.step(plan)
+        return longer.step(plan)[0]
+    except torch.OutOfMemoryError:
+        return None
 
 
 def rules(plan: Plan | Selective) -> dict[str, str]:
@@ -217,6 +231,9 @@ def main() -> None:
     parser.add_argument("--row-seconds", type=float, default=120.0, help="most seconds of one plan's steps in all")
     parser.add_argument("--out", type=Path, default=Path("bench/results/memory.json"))
     args = parser.parse_args()
+    if args.longest:
+        # Lengths that nothing was allocated for before leave gaps that no other length fits into.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     begin = time.perf_counter()
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if CUDA else "cpu",

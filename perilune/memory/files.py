@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from perilune.errors import Error
+from perilune.ops.pinned import host_empty
 
 # What O_DIRECT wants of addresses, offsets and sizes.
 _ALIGN = 4096
@@ -142,7 +143,7 @@ def aligned(size: int, pin: bool) -> torch.Tensor:
     """uint8 of `size` rounded up to what O_DIRECT moves, at an address that it takes. Raises Error without memory."""
     size += -size % _ALIGN
     try:
-        raw = torch.empty(size + _ALIGN, dtype=torch.uint8, pin_memory=pin)
+        raw = host_empty((size + _ALIGN,), torch.uint8, pin)
     except RuntimeError as cause:
         raise Error(f"host memory: a buffer of {size} bytes for files cannot be had: {cause}") from cause
     begin = -raw.data_ptr() % _ALIGN

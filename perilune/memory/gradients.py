@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from perilune.errors import Error
+from perilune.ops.pinned import host_empty
 
 
 class _Sum:
     """On the host. empty: the next gradient is the first of its step. taken: the copy to the device that reads it."""
 
     def __init__(self, grad: torch.Tensor) -> None:
-        self.host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=grad.is_cuda)
+        self.host = host_empty(grad.shape, grad.dtype, pin=grad.is_cuda)
         self.empty = True
         self.taken: torch.cuda.Event | None = None
 
@@ -120,7 +121,7 @@ class HostGradients:
             free = self._free.get(grad.nbytes)
             host = free.pop() if free else None
         if host is None:
-            host = torch.empty(grad.nbytes, dtype=torch.uint8, pin_memory=True)
+            host = host_empty((grad.nbytes,), torch.uint8, pin=True)
         return host.view(grad.dtype).view(grad.shape)
 
     def _wait(self, most: int) -> None:

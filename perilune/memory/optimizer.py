@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from perilune.errors import Error
+from perilune.ops.pinned import host_empty
 
 
 def whole(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -160,7 +161,7 @@ class States:
 
     def _home(self, like: Tensor) -> Tensor:
         if self.folder is None:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
+            return host_empty(like.shape, like.dtype, pin=self.device.type == "cuda")
         return _mapped(self.folder, like)
 
 

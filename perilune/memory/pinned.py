@@ -15,6 +15,7 @@ import torch
 
 from perilune.errors import Error
 from perilune.memory.stores import check_room
+from perilune.ops.pinned import host_empty
 
 # Bytes in flight before a layer's size is known.
 LEAST = 1 << 30
@@ -155,7 +156,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _pin(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return host_empty((size,), torch.uint8, pin=True)
 
 
 def _empty(numbers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 
 from perilune.config import ModelConfig
 from perilune.errors import Error
+from perilune.ops.pinned import host_empty
 from perilune.ops.upload import upload
 from perilune.serve.cache.cache import Copy
 from perilune.serve.cache.geometry import Geometry
@@ -121,7 +122,7 @@ class Pools:
         size, (device_pages, host_pages) = self.geometry.page_bytes, self.pages
         # Not cleared: what was not written is never read, and pages that nobody has used yet cost no memory on a CPU.
         self.bytes_PB = torch.empty(device_pages, size, dtype=torch.uint8, device=self.device)
-        self.host_PB = torch.empty(host_pages, size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.host_PB = host_empty((host_pages, size), torch.uint8, pin=self.device.type == "cuda")
 
     def release(self) -> None:
         """Give the arenas' memory back; `take` comes before the next use."""
