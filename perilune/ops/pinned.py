@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -18,7 +18,13 @@ LEAST = 1 << 20  # bytes under which PyTorch's allocator is used: a mapping cost
 
 
 class _Mapping(mmap.mmap):
-    """A subclass: what is called at its end is called before the memory is unmapped."""
+    """Memory that CUDA is told to forget before it is unmapped (a weak reference would tell afterwards)."""
+
+    forget: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.forget is not None:
+            self.forget()
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool) -> torch.Tensor:
@@ -38,8 +44,7 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool) -> torch.Ten
     code = int(cudart.cudaHostRegister(flat.data_ptr(), size, 0))
     if code:
         raise RuntimeError(f"{size} bytes of host memory cannot be pinned: CUDA error {code}")
-    # At exit the process's memory goes as a whole, and copies may still be under way.
-    weakref.finalize(mapping, cudart.cudaHostUnregister, flat.data_ptr()).atexit = False
+    mapping.forget = partial(cudart.cudaHostUnregister, flat.data_ptr())
     return flat.view(dtype).view(shape)
 
 
