@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# The profiler of one row would otherwise slow the launches of the next.
+os.environ["TEARDOWN_CUPTI"] = "1"
 
 import torch
 import torch.distributed as dist

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from perilune.errors import Error
+from perilune.ops.upload import upload
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,19 @@ class Sequences:
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """int32 [N+1] on `device`."""
-        return torch.tensor(self.offsets, dtype=torch.int32, device=self.device)
+        return upload(self.offsets, torch.int32, self.device)
 
     @cached_property
     def ids_T(self) -> torch.Tensor:
         """int64 [T]: the sequence each token belongs to."""
-        counts = torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
+        counts = upload(self.lengths, torch.int64, self.device)
         return torch.repeat_interleave(torch.arange(self.count, device=self.device), counts, output_size=self.total)
 
     @cached_property
     def positions_T(self) -> torch.Tensor:
         """int64 [T]: each token's absolute position in its document."""
-        shift = torch.tensor(
-            [start - offset for start, offset in zip(self.starts, self.offsets, strict=False)],
-            dtype=torch.int64,
-            device=self.device,
-        )
+        shifts = [start - offset for start, offset in zip(self.starts, self.offsets, strict=False)]
+        shift = upload(shifts, torch.int64, self.device)
         return torch.arange(self.total, device=self.device) + shift[self.ids_T]
 
     @cached_property

@@ -55,7 +55,7 @@ class Balancer:
 
     @torch.no_grad()
     def update(self) -> dict[int, Tensor]:
-        """Set the biases, forget the step, and return its tokens per expert: layer -> int64 [E]."""
+        """Set the biases, forget the step, and return its tokens per expert, on the host: layer -> int64 [E]."""
         for layer, pairs in self.seen.items():
             scores_TE, threshold_T = torch.cat([s for s, _ in pairs]), torch.cat([t for _, t in pairs])
             self._set(layer, quantile_bias(scores_TE, threshold_T, self.top_k))
@@ -63,7 +63,8 @@ class Balancer:
             self._set(layer, histogram_bias(counts_EB, self.bias[layer], self.top_k))
         load = self.load
         self._clear()
-        return load
+        # All layers in one read of the device.
+        return dict(zip(load, torch.stack(list(load.values())).cpu(), strict=True)) if load else {}
 
     def _set(self, layer: int, new_E: Tensor) -> None:
         keep = self.config.ema

@@ -8,7 +8,7 @@ bit for bit what was trained with.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from perilune.errors import Error
 from perilune.ops.mx import BLOCK, fake_quantize
 from perilune.parallel.collectives import local
 from perilune.parallel.packed_gather import gather_packed
+from perilune.train.pieces import pieces
 
 
 class Masters:
@@ -42,21 +43,43 @@ class Masters:
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [(w, self.params[name]) for name, w in self.weights.items() if self.params[name] is not w]
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
         """Move the weights' gradients to what is updated."""
-        for weight, master in self._pairs():
-            master.grad = None if weight.grad is None else local(weight.grad).to(master.dtype)
-            weight.grad = None
+        masters = dict(self._pairs())
+        # In pieces, for those of a piece exist in both dtypes at once.
+        for piece in pieces(masters):
+            _take({weight: masters[weight] for weight in piece})
 
     @torch.no_grad()
     def write_back(self, names: Set[str] | None = None) -> None:
         """Round the copies to the weights (of `names`; None: all)."""
+        weights, masters = [], []
         for name in self.weights if names is None else names:
             weight, master = self.weights[name], self.params[name]
             if name in self.quantized:
                 fake_quantize(master, "mxfp4", self.rule, out=local(weight))
             elif _low(weight):
-                local(weight).copy_(master)
+                weights.append(local(weight))
+                masters.append(master)
+        if weights:
+            torch._foreach_copy_(weights, masters)
+
+
+def _take(pairs: Mapping[Tensor, Tensor]) -> None:
+    """`take_gradients` of some weights and their masters, by one copy: a launch for each would cost the host more."""
+    given, taken = [], []
+    for weight, master in pairs.items():
+        grad, weight.grad = weight.grad, None
+        if grad is not None:
+            grad = local(grad)
+            if grad.dtype != master.dtype:
+                given.append(grad)
+                grad = torch.empty_like(grad, dtype=master.dtype)
+                taken.append(grad)
+        master.grad = grad
+    if given:
+        torch._foreach_copy_(taken, given)
 
 
 def _updated(weight: Tensor, copied: bool) -> Tensor:

@@ -104,31 +104,44 @@ class Muon(torch.optim.Optimizer):
                 if param in self.away:
                     away.append(param)
                 else:
-                    shape = _matrices(param, group["heads"]).shape[1:]
+                    shape = (param.shape[-2] // group["heads"], param.shape[-1])
                     buckets[(*shape, group["lr"], group["ns_steps"], group["ns_dtype"])].append(param)
         for (rows, columns, lr, ns_steps, ns_dtype), bucket in buckets.items():
             updates = self._updates(bucket, groups)
             parts = [_matrices(updates.pop(param), groups[param]["heads"]) for param in bucket]
             counts = [part_BMN.shape[0] for part_BMN in parts]
-            turned_BMN = orthogonalize(torch.cat(parts), ns_steps, ns_dtype)
-            for param, part in zip(bucket, torch.split(turned_BMN, counts), strict=True):
-                param.add_(part.reshape(param.shape).to(param.dtype), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+            turned_BMN = orthogonalize(torch.cat(parts), ns_steps, ns_dtype).contiguous()
+            turned = zip(bucket, torch.split(turned_BMN, counts), strict=True)
+            steps = [part.view(param.shape).to(param.dtype) for param, part in turned]
+            torch._foreach_add_(bucket, steps, alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
         self._turn_away(self._updates(away, groups))
 
     def _updates(self, params: Sequence[Tensor], groups: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Momentum and weight decay of the parameters; what is to be made orthogonal of each."""
+        """Momentum and weight decay of the parameters; what is to be made orthogonal of each.
+
+        All of a group in one operation: a GPU's host would spend more on launches than the arithmetic takes.
+        """
         updates: dict[Tensor, Tensor] = {}
         for chunk in self.chunks(self, params):
-            for param in chunk:
-                assert param.grad is not None
-                group, state = groups[param], self.state[param]
-                if not state:
-                    state["momentum"] = torch.zeros_like(param)
-                average = state["momentum"]
-                average.mul_(group["momentum"]).add_(param.grad)
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                updates[param] = torch.add(param.grad, average, alpha=group["momentum"])
+            for group in self.param_groups:
+                mine = [param for param in chunk if groups[param] is group]
+                if not mine:
+                    continue
+                grads = [param.grad for param in mine if param.grad is not None]
+                averages = [self._average(param) for param in mine]
+                torch._foreach_mul_(averages, group["momentum"])
+                torch._foreach_add_(averages, grads)
+                torch._foreach_mul_(mine, 1 - group["lr"] * group["weight_decay"])
+                updates |= zip(mine, torch._foreach_add(grads, averages, alpha=group["momentum"]), strict=True)
         return updates
+
+    def _average(self, param: Tensor) -> Tensor:
+        """The momentum, from zero on."""
+        state = self.state[param]
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+        momentum: Tensor = state["momentum"]
+        return momentum
 
     def _turn_away(self, updates: Mapping[Tensor, Tensor]) -> None:
         """The same for matrices that lie on several ranks; all groups have one learning rate and one iteration."""

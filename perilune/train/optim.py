@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -98,9 +98,9 @@ def clip_gradients(
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most `limit`; returns the norm before (at least fp32).
 
-    Squares are summed in at least float32, tensor by tensor in the order of `params`, so the result does not depend
-    on how a library groups tensors. copies: on how many ranks each parameter's numbers are; add_squares adds up over
-    all of them. A norm that is not finite leaves the gradients as they are.
+    Squares are summed in at least float32, each tensor's by themselves and then the tensors' in the order of `params`,
+    so the result does not depend on how a library groups tensors. copies: on how many ranks each parameter's numbers
+    are; add_squares adds up over all of them. A norm that is not finite leaves the gradients as they are.
     """
     counts = repeat(1) if copies is None else copies
     pairs = [(p.grad, n) for p, n in zip(params, counts, strict=copies is not None) if p.grad is not None]
@@ -108,17 +108,29 @@ def clip_gradients(
     if not grads:
         raise Error("clip_gradients: no parameter has a gradient")
     wide = torch.promote_types(grads[0].dtype, torch.float32)
+    by_count: dict[int, list[Tensor]] = {}
+    for squares, (_, count) in zip(_squares(grads, wide), pairs, strict=True):
+        by_count.setdefault(count, []).append(squares)
     total = torch.zeros((), dtype=wide, device=grads[0].device)
-    for grad, count in pairs:
-        squares = grad.to(wide).square().sum()
-        total += squares / count if count > 1 else squares
+    for count, found in by_count.items():
+        total += torch.stack(found).sum() / count
     total = add_squares(total)
     norm = total.sqrt()
     factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
     factor = torch.where(norm.isfinite(), factor, torch.ones_like(norm))
-    for grad in grads:
-        grad.mul_(factor.to(grad.dtype))
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
     return norm
+
+
+def _squares(grads: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The sum of the squares of each."""
+    if not grads[0].is_cuda:
+        # The norm of a CPU adds up one by one: with ten million numbers in float32 it is off by 4e-4.
+        return [grad.to(dtype).square().sum() for grad in grads]
+    # One kernel for many; a launch for each would cost the host more than the sums take.
+    norms = torch._foreach_norm(grads, 2, dtype=dtype)
+    return torch._foreach_mul(norms, norms)
 
 
 __all__ = ["build_optimizers", "clip_gradients", "set_learning_rates", "step_optimizers"]

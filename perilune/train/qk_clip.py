@@ -41,8 +41,16 @@ def row_factors(max_logit_H: Tensor, nope: int, rope: int, value: int, limit: fl
     return factor_H, query_HX.flatten(), key_value_HX.flatten()
 
 
+def peaks(logits: Mapping[int, Tensor]) -> dict[int, float]:
+    """The largest logit of each layer, in one read of the device."""
+    if not logits:
+        return {}
+    return dict(zip(logits, torch.stack([max_logit_H.max() for max_logit_H in logits.values()]).tolist(), strict=True))
+
+
 def clip_heads(
     logits: Mapping[int, Tensor],
+    highest: Mapping[int, float],
     limit: float,
     mla: MlaConfig,
     params: Mapping[str, Tensor],
@@ -50,12 +58,12 @@ def clip_heads(
 ) -> int:
     """QK-clip of MLA layers; returns how many heads were scaled. limit 0: none.
 
-    logits: layer -> largest logit of each head [H] in the step. scale_rows(name, what this rank has of a parameter,
-    factors of the rows of the whole).
+    logits: layer -> largest logit of each head [H] in the step; highest: their `peaks`. scale_rows(name, what this
+    rank has of a parameter, factors of the rows of the whole).
     """
     heads = 0
     for layer, max_logit_H in logits.items() if limit else ():
-        if float(max_logit_H.max()) <= limit:
+        if highest[layer] <= limit:
             continue
         names = (f"layers.{layer}.attn.{name}.weight" for name in ("q_b_proj", "q_proj"))
         query = next(name for name in names if name in params)
@@ -67,4 +75,4 @@ def clip_heads(
     return heads
 
 
-__all__ = ["clip_heads", "qk_clip", "row_factors"]
+__all__ = ["clip_heads", "peaks", "qk_clip", "row_factors"]

@@ -13,6 +13,10 @@ from perilune.errors import Error
 from perilune.parallel import mesh as meshes
 from perilune.parallel.collectives import gather_rows
 from perilune.train.config import ParallelConfig
+from perilune.train.pieces import pieces
+
+# Numbers that are reduced in one call.
+_SMALL = 1 << 22
 
 
 class Ranks:
@@ -91,9 +95,15 @@ class Ranks:
 
 
 def _reduce(values: Iterable[Tensor], group: dist.ProcessGroup | None, op: Any) -> None:
-    if group is not None:
-        for value in values:
-            dist.all_reduce(value, op=op, group=group)
+    """Small tensors side by side: what one of them costs is the call."""
+    for piece in pieces(values, _SMALL) if group is not None else ():
+        if len(piece) == 1:
+            dist.all_reduce(piece[0], op=op, group=group)
+            continue
+        flat = torch.cat([value.reshape(-1) for value in piece])
+        dist.all_reduce(flat, op=op, group=group)
+        reduced = flat.split([value.numel() for value in piece])
+        torch._foreach_copy_(piece, [part.view_as(value) for value, part in zip(piece, reduced, strict=True)])
 
 
 __all__ = ["Ranks"]

@@ -34,14 +34,13 @@ from perilune.parallel.whole import whole_model
 from perilune.train.config import ParallelConfig
 from perilune.train.data import Batch
 from perilune.train.loss import cross_entropy
+from perilune.train.pieces import pieces
 from perilune.train.ranks import Ranks
 
 if TYPE_CHECKING:
     from perilune.parallel.pipeline import Pipeline
 
 Item = TypeVar("Item")
-# Gradients are added in pieces of at most so many numbers.
-_PIECE = 1 << 26
 
 
 class Team(Ranks):
@@ -297,7 +296,7 @@ class Team(Ranks):
                 by_group.setdefault(self._others(name), []).append(p)
         for group, params_of in by_group.items():
             if group is not None and dist.get_world_size(group) > 1:
-                for piece in _pieces(params_of):
+                for piece in pieces(params_of):
                     flat = torch.cat([_gradient(p).reshape(-1) for p in piece])
                     dist.all_reduce(flat, group=group)
                     for p, summed in zip(piece, flat.split([p.numel() for p in piece]), strict=True):
@@ -334,19 +333,6 @@ class Team(Ranks):
 
 def _gradient(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
-
-
-def _pieces(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """In order, neighbours of one dtype together."""
-    piece: list[Tensor] = []
-    for param in params:
-        full = sum(p.numel() for p in piece) + param.numel() > _PIECE
-        if piece and (full or piece[0].dtype != param.dtype):
-            yield piece
-            piece = []
-        piece.append(param)
-    if piece:
-        yield piece
 
 
 __all__ = ["Team"]

@@ -45,7 +45,7 @@ from perilune.train.log import Bar, Board, MetricsFile
 from perilune.train.malloc import keep_freed_memory
 from perilune.train.masters import Masters
 from perilune.train.optim import build_optimizers, clip_gradients, set_learning_rates, step_optimizers
-from perilune.train.qk_clip import clip_heads
+from perilune.train.qk_clip import clip_heads, peaks
 from perilune.train.report import require_plots, write_report
 from perilune.train.setup import device_of, outline_model, tokenizer_path
 from perilune.train.show import show_evaluation, show_step
@@ -168,16 +168,17 @@ class Trainer:
         self.team.largest_in_stage(logits.values())
         norm = clip_gradients(params.values(), config.optim.clip, self.team.copies(params), self.team.add_squares)
         mean = total.item() / max(1, counted)
+        tops = peaks(logits)
         if not (math.isfinite(mean) and bool(norm.isfinite())):
             raise Error(f"step {self.step + 1}: loss is {mean}, gradient norm {norm.item()}; lower optim.lr or clip")
         lr = set_learning_rates(self.optimizers, config.optim, self.step, config.steps)
         step_optimizers(self.optimizers, self.states)
         clipped = clip_heads(
-            logits, config.optim.qk_clip, self.model.config.mla, self.masters.params, self.team.scale_rows
+            logits, tops, config.optim.qk_clip, self.model.config.mla, self.masters.params, self.team.scale_rows
         )
         self.masters.write_back()
         load = self.balancer.update()
-        highest = max((float(v.max()) for v in logits.values()), default=0.0)
+        highest = max(tops.values(), default=0.0)
         seen = self.team.of_stages((load, highest, clipped))
         load = {layer: load_E for loads, _, _ in seen for layer, load_E in loads.items()}
         highest, clipped = max(value for _, value, _ in seen), sum(heads for _, _, heads in seen)

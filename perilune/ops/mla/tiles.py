@@ -10,6 +10,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from perilune.ops.upload import upload
+
 
 @lru_cache(maxsize=64)
 def query_tiles(
@@ -65,7 +67,7 @@ def _cut(lengths: tuple[int, ...], tile: int) -> tuple[np.ndarray, np.ndarray, n
 
 def _table(columns: tuple[np.ndarray, ...], work: np.ndarray, device: torch.device) -> torch.Tensor:
     order = np.argsort(-work, kind="stable")
-    return torch.as_tensor(np.stack(columns, axis=1)[order].astype(np.int32)).to(device)
+    return upload(np.stack(columns, axis=1)[order], torch.int32, device)
 
 
 __all__ = ["key_tiles", "query_tiles"]

@@ -19,7 +19,7 @@ from perilune.errors import Error
 
 def expert_load(ids: torch.Tensor, experts: int) -> torch.Tensor:
     """int64 [E]: how many (token, choice) pairs went to each expert."""
-    return torch.bincount(ids.reshape(-1), minlength=experts)
+    return _count(ids.reshape(-1), experts)
 
 
 def quantile_bias(scores_TE: torch.Tensor, threshold_T: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def threshold_histogram(
     bin_TE = ((r_TE - low) / width).long().clamp_(0, bins - 1)
     experts = scores_TE.shape[1]
     bin_TE += torch.arange(experts, device=bin_TE.device) * bins
-    return torch.bincount(bin_TE.reshape(-1), minlength=experts * bins).view(experts, bins)
+    return _count(bin_TE.reshape(-1), experts * bins).view(experts, bins)
 
 
 def histogram_bias(counts_EB: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -66,6 +66,15 @@ def histogram_bias(counts_EB: torch.Tensor, bias_E: torch.Tensor, top_k: int) ->
     fraction_E = (rank - before_E).to(bias_E.dtype) / inside_E
     new_E = low + (bin_E1.squeeze(-1).to(bias_E.dtype) + fraction_E) * width
     return new_E - new_E.mean()
+
+
+def _count(which: torch.Tensor, kinds: int) -> torch.Tensor:
+    """int64 [kinds]: how often each number below `kinds` is there."""
+    if not which.is_cuda:
+        return torch.bincount(which, minlength=kinds)
+    # On a GPU `bincount` reads the largest number back to the host.
+    counts = which.new_zeros(kinds)
+    return counts.scatter_add_(0, which, which.new_ones(()).expand_as(which))
 
 
 def _rank(tokens: int, experts: int, top_k: int) -> int:
