@@ -246,7 +246,7 @@ def kept_bytes() -> dict[str, Any]:
         expert.balanced_experts(parallel, x, routing.weights_TJ, weights, planned, Activation("situ"))
     for weight in (weights.gate_up_E2FL, weights.down_ELF):
         kept.pop(weight.untyped_storage().data_ptr())
-    index = [t for r in planned.routes for t in (r.choice_n, r.token_P, r.row_n, r.payload_n)]
+    index = [t for r in planned.routes for t in (r.place_n, r.token_P, r.row_n, r.origin_n)]
     total = sum(kept.values()) + sum(t.numel() * t.element_size() for t in index)
     # Rows in and out (J L), both halves of the hidden layer and the activation (3 J F), bf16, F = 3072.
     naive = 2 * (2 * top_k * width + 3 * top_k * 3072)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +22,16 @@ F64, F32 = torch.float64, torch.float32
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer row starts as NaN, and so does every slot."""
-    fresh, fill = steps._buffer, SlotPool.fill
+    fresh, open_slots = steps._buffer, SlotPool.open
     monkeypatch.setattr(steps, "_buffer", lambda like, rows: fresh(like, rows).fill_(float("nan")))
 
-    def poisoned(pool: SlotPool, received: list[list[torch.Tensor]], slots: int) -> expert.Copies:
+    def poisoned(pool: SlotPool, weights: list[list[torch.Tensor]], slots: int) -> expert.Copies:
+        copies = open_slots(pool, weights, slots)
         for tensor in pool._slots.values():
             tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
-        return fill(pool, received, slots)
+        return copies
 
-    monkeypatch.setattr(SlotPool, "fill", poisoned)
+    monkeypatch.setattr(SlotPool, "open", poisoned)
 
 
 def run(case: Case, parallel: ExpertParallel, sizes: list[int]) -> tuple[list[torch.Tensor], expert.Stats]:
@@ -239,7 +241,7 @@ def test_the_backward_pass_keeps_the_input_and_the_plan_only() -> None:
         expert.balanced_experts(parallel, x, weights_TJ, Dense(gate_up, down), planned, ACT)
     assert set(kept) == {t.untyped_storage().data_ptr() for t in (x, weights_TJ, gate_up, down)}
     index_bytes = sum(
-        t.numel() * t.element_size() for r in planned.routes for t in (r.choice_n, r.token_P, r.row_n, r.payload_n)
+        t.numel() * t.element_size() for r in planned.routes for t in (r.place_n, r.token_P, r.row_n, r.origin_n)
     )
     # 12 bytes a choice and 4 a payload.
     assert index_bytes == 12 * 64 * TOP_K + 4 * sum(map(sum, planned.payloads))
@@ -466,3 +468,35 @@ def test_products_see_no_rows_beyond_those_of_experts(policy: str, monkeypatch: 
     ends_RG = parallel.plan(routing[0].split(10)).plan.ends_RG
     for rows in seen.values():
         assert sum(rows) == int(ends_RG[:, -1].sum()) < 4 * parallel.rows
+
+
+@pytest.mark.parametrize("skew", [0.0, 4.0])
+def test_a_pass_exchanges_little(skew: float) -> None:
+    """A launch each that waits for all ranks: what travels at a time goes in one message, copies only where some are.
+
+    Forward: where choices go, inputs with weights, results. Backward: inputs with weights and the gradients of outputs,
+    gradients of inputs, those of weights. Copies: two tensors there, there again, and back.
+    """
+    calls: list[str] = []
+
+    class Counted(Local):
+        def gather(self, *given: Any) -> Any:
+            calls.append("gather")
+            return super().gather(*given)
+
+        def exchange(self, *given: Any) -> Any:
+            calls.append("exchange")
+            return super().exchange(*given)
+
+    case = Case(tokens=32, skew=skew, dtype=F64)
+    x, logits, gate_up, down = case.leaves()
+    parallel = ExpertParallel(Counted(4), EXPERTS, TOP_K, 8, expert.exact() if skew else expert.off())
+    routing = moe.route(logits, case.bias, TOP_K, 1.0)
+    planned = parallel.plan(routing.ids_TJ.split(8))
+    copies = 2 if any(planned.slots) else 0
+    assert bool(copies) == bool(skew)
+    y = expert.balanced_experts(parallel, x, routing.weights_TJ, Dense(gate_up, down), planned, ACT)
+    assert sorted(calls) == ["exchange"] * (3 + copies) + ["gather"] * 2
+    calls.clear()
+    y.sum().backward()
+    assert calls == ["exchange"] * (3 + 2 * copies)

@@ -152,8 +152,9 @@ class _Balanced(torch.autograd.Function):
         parallel, planned = run[:2]
         ctx.run = run
         ctx.save_for_backward(x_TL, weights_TJ, *tensors)
-        rows = parallel.dispatch(x_TL.split(planned.tokens), planned)
-        row_weights = parallel.dispatch_weights(weights_TJ.split(planned.tokens), planned)
+        inputs, weights_of = x_TL.split(planned.tokens), weights_TJ.split(planned.tokens)
+        arrived = parallel.dispatch_together([inputs], weights_of, planned)
+        rows, row_weights = [of_rank[0][0] for of_rank in arrived], [of_rank[1] for of_rank in arrived]
         own = split_own(parallel, tensors)
         copies = parallel.prefetch(own, planned)
         for i in range(len(rows)):
@@ -161,16 +162,17 @@ class _Balanced(torch.autograd.Function):
             for x, w, weights, offs in _halves(run, i, rows[i], row_weights[i], own[i], theirs):
                 options = {"exact": run[3], "row_weights_R": w, "clean": False, "out_RL": _room_of(x)}
                 _keep(x, moe.experts(x, weights, offs, run[2], **options))
-        return torch.cat(parallel.combine(rows, planned))
+        return _joined(parallel.combine(rows, planned))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TL: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TL, weights_TJ, *tensors = ctx.saved_tensors
         run = parallel, planned, activation, exact, kind = ctx.run
-        rows = parallel.dispatch(x_TL.split(planned.tokens), planned)
-        row_weights = parallel.dispatch_weights(weights_TJ.split(planned.tokens), planned)
-        d_out = parallel.dispatch(d_y_TL.split(planned.tokens), planned)
+        inputs = [t.split(planned.tokens) for t in (x_TL, d_y_TL)]
+        arrived = parallel.dispatch_together(inputs, weights_TJ.split(planned.tokens), planned)
+        rows, d_out = ([of_rank[0][k] for of_rank in arrived] for k in range(2))
+        row_weights = [of_rank[1] for of_rank in arrived]
         own = split_own(parallel, tensors)
         copies = parallel.prefetch(own, planned)
         d_weights, d_tensors = [], []
@@ -184,7 +186,7 @@ class _Balanced(torch.autograd.Function):
                 grads.append(moe.experts_backward(d_part, x, weights, offs, activation, **options))
                 _keep(x, grads[-1][0])
                 start += x.shape[0]
-            d_weights.append(torch.cat([g[1] for g in grads if g[1] is not None]).unsqueeze(-1))
+            d_weights.append(_joined([g[1] for g in grads if g[1] is not None]).unsqueeze(-1))
             none = tuple(t[:0] for t in own[i])
             d_tensors.append((grads[0][2:], grads[1][2:] if len(grads) > 1 else none))
         d_x = parallel.combine(rows, planned)
@@ -192,8 +194,13 @@ class _Balanced(torch.autograd.Function):
         d_home: list[torch.Tensor | None] = [None] * len(tensors)
         if kind is Dense:
             home = parallel.reduce_grads([d[0] for d in d_tensors], [d[1] for d in d_tensors], planned)
-            d_home = [torch.cat([grads[k] for grads in home]) for k in range(2)]
-        return None, torch.cat(d_x), torch.cat(d_w), *d_home
+            d_home = [_joined([grads[k] for grads in home]) for k in range(2)]
+        return None, _joined(d_x), _joined(d_w), *d_home
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Those of all ranks here; of one rank its own, since even that much is copied by `cat`."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _halves(

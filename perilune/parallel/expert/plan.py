@@ -91,7 +91,7 @@ def destinations(
     """(rank_TJ, row_TJ) int64: where each choice of source `rank` is computed; -1, -1 for an id of -1.
 
     A pure function of the plan and the rank's own ids (int64, counted in plan.counts_RE), without host reads.
-    earlier_CE: what `counted` gave for these ids.
+    earlier_CE: what `rows_triton.count_choices` gave for these ids.
     """
     if ids_TJ.numel() == 0:
         return torch.empty_like(ids_TJ), torch.empty_like(ids_TJ)
@@ -132,15 +132,6 @@ def destinations(
     )
 
 
-def counted(ids_TJ: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(`count`, and on CUDA what kernels counted on the way and `destinations` needs again)."""
-    if ids_TJ.device.type != "cuda":
-        return count(ids_TJ, experts), None
-    from perilune.parallel.expert.rows_triton import count_choices
-
-    return count_choices(ids_TJ, experts, torch.zeros(1, dtype=torch.int32, device=ids_TJ.device))
-
-
 def count(ids_TJ: torch.Tensor, experts: int) -> torch.Tensor:
     """int64 [E]: choices of each expert; ids of -1 are not counted."""
     counts_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TJ.device)
@@ -155,4 +146,4 @@ def _index_in_expert(id_n: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.empty_like(id_n).scatter_(0, order_n, place_n)
 
 
-__all__ = ["Plan", "count", "counted", "destinations", "lay_out", "plan"]
+__all__ = ["Plan", "count", "destinations", "lay_out", "plan"]

@@ -17,14 +17,16 @@ from perilune.parallel.expert.plan import Plan
 CHUNK = 256
 
 
-def count_choices(ids_TJ: torch.Tensor, experts: int, flag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(counts_E int64, earlier_CE int32: choices of each expert in the chunks before) of ids int64.
+def count_choices(
+    ids_TJ: torch.Tensor, experts: int, flag: torch.Tensor, out_E: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(counts_E int64, in out_E if given; earlier_CE int32: choices of each expert in the chunks before) of ids int64.
 
-    flag int32 [1] is set to 1 when an id is out of range.
+    flag, an integer [1], is set to 1 when an id is out of range.
     """
     n = ids_TJ.numel()
     chunks = triton.cdiv(n, CHUNK)
-    counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TJ.device)
+    counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TJ.device) if out_E is None else out_E
     earlier_CE = torch.zeros(chunks, experts, dtype=torch.int32, device=ids_TJ.device)
     if chunks:
         _histogram[(chunks,)](ids_TJ.contiguous(), earlier_CE, flag, n, experts, BLOCK=CHUNK, num_warps=4)

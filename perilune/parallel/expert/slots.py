@@ -11,23 +11,22 @@ from perilune.errors import Error
 
 
 class SlotPool:
-    """Slots of each rank in this process; every `fill` starts a new generation and ends the one before it."""
+    """Slots of each rank in this process; every `open` starts a new generation and ends the one before it."""
 
     def __init__(self) -> None:
         self.generation = 0
         self._slots: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def fill(self, received: Sequence[Sequence[torch.Tensor]], slots: int) -> Copies:
-        """received[rank][k]: the copies of weight k, at most `slots` of them, in slot order -> a ticket to them."""
+    def open(self, weights: Sequence[Sequence[torch.Tensor]], slots: int) -> Copies:
+        """weights[rank][k] [M, ...]: what copies will look like -> a ticket to slots that are to be written now."""
         self.generation += 1
         held = []
-        for rank, tensors in enumerate(received):
+        for rank, tensors in enumerate(weights):
             views = []
-            for k, copies in enumerate(tensors):
-                key = (rank, k, slots, copies.shape[1:], copies.dtype, copies.device)
+            for k, own in enumerate(tensors):
+                key = (rank, k, slots, own.shape[1:], own.dtype, own.device)
                 if key not in self._slots:
-                    self._slots[key] = copies.new_zeros(slots, *copies.shape[1:])
-                self._slots[key][: copies.shape[0]].copy_(copies)
+                    self._slots[key] = own.new_zeros(slots, *own.shape[1:])
                 views.append(self._slots[key])
             held.append(tuple(views))
         return Copies(self, self.generation, tuple(held))
@@ -42,7 +41,7 @@ class Copies:
     _held: tuple[tuple[torch.Tensor, ...], ...]
 
     def weights(self, rank: int) -> tuple[torch.Tensor, ...]:
-        """[B, ...] tensors of the rank-th rank in this process. Raises Error once the pool has been filled again."""
+        """[B, ...] tensors of the rank-th rank in this process. Raises Error once the pool was opened again."""
         if self.pool.generation != self.generation:
             raise Error(
                 f"slots: copies of generation {self.generation} are gone, the pool holds {self.pool.generation}; "

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from perilune.errors import Error
-from perilune.ops import moe
 from perilune.ops.mx import BLOCK, RULES, decode_mxfp4, encode_mxfp4
 from perilune.ops.precision import widen
 from perilune.parallel.expert.capacity import worst_case_rows
-from perilune.parallel.expert.ids import check_ids, raise_refusal
-from perilune.parallel.expert.plan import Plan, counted, slots_for
+from perilune.parallel.expert.ids import count_ids, raise_refusal
+from perilune.parallel.expert.messages import Room, by_choice, pack, sum_choices, unpack
+from perilune.parallel.expert.plan import Plan, slots_for
 from perilune.parallel.expert.plan import plan as make_plan
 from perilune.parallel.expert.policy import Policy, exact
-from perilune.parallel.expert.routes import Route, column, global_payload, padding, source_of
+from perilune.parallel.expert.routes import Route, arrivals, column, source_of
 from perilune.parallel.expert.slots import Copies, SlotPool
 from perilune.parallel.expert.stats import Stats, measure
 from perilune.parallel.expert.transport import Sizes, Transport
@@ -98,106 +98,107 @@ class ExpertParallel:
         held, ranks = self.transport.held, self.transport.ranks
         if len(ids) != len(held):
             raise Error(f"plan: ids of {len(ids)} ranks; this process holds {len(held)}")
-        checked = [check_ids(x, self.experts, self.top_k, self.tokens) for x in ids]
-        # The last number says that this rank's ids are refused, so that all ranks stop together.
-        counts = [counted(x, self.experts) for x, _ in checked]
-        counts_RE1 = self.transport.gather(
-            [torch.cat([counts_E, bad]) for (counts_E, _), (_, bad) in zip(counts, checked, strict=True)]
-        )
-        plan = make_plan(counts_RE1[:, :-1].contiguous(), self.policy, self.domains, self.align)
-        sources = [
-            source_of(plan, x, rank, earlier_CE)
-            for (x, _), (_, earlier_CE), rank in zip(checked, counts, held, strict=True)
-        ]
-        sizes_R2R = self.transport.gather([source.sizes for source in sources])
-        ends_RG = plan.ends_RG.long()
-        own_R1, all_R1 = ends_RG[:, self.home - 1].unsqueeze(1), ends_RG.amax(1, keepdim=True)
-        read: list[list[int]] = torch.cat([sizes_R2R, plan.slots_RB, own_R1, all_R1, counts_RE1[:, -1:]], 1).tolist()
-        raise_refusal(ids, held, [bool(row[-1]) for row in read], self.experts, self.top_k, self.tokens)
-        needed = max(row[-2] for row in read)
-        if needed > self.rows:
-            raise Error(f"rows is {self.rows} but a rank gets {needed} under this policy; make it larger or use exact")
+        counted = [count_ids(x, self.experts, self.top_k, self.tokens) for x in ids]
+        counts_RE = self.transport.gather([of_rank.counts_E for of_rank in counted])
+        plan = make_plan(counts_RE, self.policy, self.domains, self.align)
+        sources = [source_of(plan, of_rank, rank) for of_rank, rank in zip(counted, held, strict=True)]
+        told = self.transport.gather([source.told for source in sources])
+        read: list[list[int]] = told.tolist()
+        # Refusals are known here first, so that all ranks stop together.
+        refused = [bool(row[2 * ranks]) for row in read]
+        raise_refusal(ids, held, refused, self.experts, self.top_k, self.tokens)
+        own, every = (tuple(row[2 * ranks + at] for row in read) for at in (1, 2))
+        if max(every) > self.rows:
+            raise Error(
+                f"rows is {self.rows} but a rank gets {max(every)} under this policy; make it larger or use exact"
+            )
         payloads = tuple(tuple(row[:ranks]) for row in read)
         choices = tuple(tuple(row[ranks : 2 * ranks]) for row in read)
-        slots = tuple(tuple(e for e in row[2 * ranks : -3] if e >= 0) for row in read)
-        arrived = self.transport.exchange(
+        slots = tuple(tuple(e for e in row[2 * ranks + 3 :] if e >= 0) for row in read)
+        tells = self.transport.exchange(
             [source.tell_n2[: sum(choices[rank])] for source, rank in zip(sources, held, strict=True)],
             [choices[rank] for rank in held],
             [column(choices, rank) for rank in held],
         )
-        routes = [
-            Route(
-                x.shape[0],
-                source.choice_n[: sum(choices[rank])],
-                source.token_P[: sum(payloads[rank])],
-                tell_n2[:, 0].contiguous(),
-                global_payload(tell_n2[:, 1], column(choices, rank), column(payloads, rank)),
-                choices[rank],
-                column(choices, rank),
-                payloads[rank],
-                column(payloads, rank),
+        routes = []
+        for rank, of_rank, source, tell_n2 in zip(held, counted, sources, tells, strict=True):
+            came = column(choices, rank), column(payloads, rank)
+            routes.append(
+                Route(
+                    of_rank.ids_TJ.shape[0],
+                    source.place_n,
+                    source.token_P[: sum(payloads[rank])],
+                    *arrivals(tell_n2, told, rank, self.top_k, *came),
+                    choices[rank],
+                    came[0],
+                    payloads[rank],
+                    came[1],
+                )
             )
-            for rank, (x, _), source, tell_n2 in zip(held, checked, sources, arrived, strict=True)
-        ]
-        own, every = (tuple(row[at] for row in read) for at in (-3, -2))
         return Planned(plan, tuple(routes), payloads, choices, slots, own, every)
 
-    @torch.no_grad()
     def dispatch(self, x: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """x [T, L] of each rank -> its buffer [N, L], rows grouped by expert; padding is zero, the tail undefined."""
-        routes = planned.routes
+        return [rows for (rows,), _ in self.dispatch_together([x], None, planned)]
+
+    def dispatch_weights(self, weights: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
+        """weights [T, J] of each rank -> [N], the weight of each buffer row; padding is zero, the tail undefined."""
+        return [w_N for _, w_N in self.dispatch_together([], weights, planned) if w_N is not None]
+
+    @torch.no_grad()
+    def dispatch_together(
+        self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[torch.Tensor] | None, planned: Planned
+    ) -> list[tuple[list[torch.Tensor], torch.Tensor | None]]:
+        """`dispatch` of up to two inputs and `dispatch_weights`, all in one message to each rank.
+
+        inputs[k][r]: the k-th of rank r. Of each rank: (the buffers of its inputs, the weights or None).
+        """
+        routes, here = planned.routes, range(len(planned.routes))
+        of_rank = [None] * len(routes) if weights is None else list(weights)
         arrived = self.transport.exchange(
-            [x_TL.index_select(0, route.token_P) for x_TL, route in zip(x, routes, strict=True)],
+            [pack([x[i] for x in inputs], of_rank[i], routes[i].token_P) for i in here],
             [route.payloads_sent for route in routes],
             [route.payloads_received for route in routes],
         )
-        return [
-            self._place(payload_PL, route.payload_n, planned, rank)
-            for rank, (payload_PL, route) in enumerate(zip(arrived, routes, strict=True))
-        ]
-
-    @torch.no_grad()
-    def dispatch_weights(self, weights: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
-        """weights [T, J] of each rank -> [N], the weight of each buffer row; padding is zero, the tail undefined."""
-        routes = planned.routes
-        arrived = self.transport.exchange(
-            [w_TJ.reshape(-1, 1).index_select(0, route.choice_n) for w_TJ, route in zip(weights, routes, strict=True)],
-            [route.choices_sent for route in routes],
-            [route.choices_received for route in routes],
-        )
-        return [
-            self._place(
-                w_n1, torch.arange(w_n1.shape[0], dtype=torch.int32, device=w_n1.device), planned, rank
-            ).squeeze(1)
-            for rank, w_n1 in enumerate(arrived)
-        ]
+        out = []
+        for i, rank in enumerate(self.transport.held):
+            buffers = [_buffer(x[i], self.rows) for x in inputs]
+            w_TJ = of_rank[i]
+            w_N = None if w_TJ is None else _buffer(w_TJ[:, :1], self.rows).squeeze(1)
+            room = Room(buffers, w_N, planned.plan, rank, planned.all_rows[rank])
+            unpack(arrived[i], routes[i], room, self.top_k)
+            out.append((buffers, w_N))
+        return out
 
     def prefetch(self, weights: Sequence[Weights], planned: Planned) -> Copies:
         """weights: tensors [M, ...] of each rank's own experts -> copies in the slots that the plan asks for."""
-        held = self.transport.held
+        held, copies = self.transport.held, self.pool.open(weights, self.slots)
         if not any(planned.slots):
             # Known to all ranks, so none of them sends.
-            return self.pool.fill([[t[:0] for t in own] for own in weights], self.slots)
+            return copies
         wanted = [[self._wanted(planned, home, rank) for rank in range(self.transport.ranks)] for home in held]
         sent = [[len(ids) for ids in row] for row in wanted]
         received = [[len(self._wanted(planned, home, r)) for home in range(self.transport.ranks)] for r in held]
-        arrived: list[list[torch.Tensor]] = [[] for _ in held]
         for k in range(len(weights[0])):
             sends = []
             for own, row in zip(weights, wanted, strict=True):
                 # Slices: which they are is known here, and weights may be too large for index operations.
                 sends.append(torch.cat([own[k][:0], *(own[k][e : e + 1] for ids in row for e in ids)]))
             # Slots are in order of expert, so in order of home rank: what arrives is in slot order.
-            for rank, copies in enumerate(self._exchange_weights(sends, sent, received)):
-                arrived[rank].append(copies)
-        return self.pool.fill(arrived, self.slots)
+            into = [copies.weights(i)[k][: sum(sizes)] for i, sizes in enumerate(received)]
+            self._exchange_weights(sends, sent, received, into)
+        return copies
 
-    def _exchange_weights(self, sends: list[torch.Tensor], sent: Sizes, received: Sizes) -> list[torch.Tensor]:
+    def _exchange_weights(
+        self, sends: list[torch.Tensor], sent: Sizes, received: Sizes, into: list[torch.Tensor]
+    ) -> None:
         if self.copy_rule is None or not sends[0].is_floating_point():
-            return self.transport.exchange(sends, sent, received)
+            self.transport.exchange(sends, sent, received, into)
+            return
         packed = [encode_mxfp4(x, self.copy_rule) for x in sends]
         codes, scales = (self.transport.exchange([p[i] for p in packed], sent, received) for i in range(2))
-        return [decode_mxfp4(c, s, sends[0].dtype) for c, s in zip(codes, scales, strict=True)]
+        for slots, code, scale in zip(into, codes, scales, strict=True):
+            slots.copy_(decode_mxfp4(code, scale, slots.dtype))
 
     def copy_bytes(self, numbers: int, size: int) -> int:
         """What a copy of `numbers` dense weights of `size` bytes each takes on the way."""
@@ -206,23 +207,14 @@ class ExpertParallel:
     @torch.no_grad()
     def combine(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """Buffers [N, L] -> y [T, L]: choices added in order j = 0, 1, ... in max(fp32, dtype), cast once."""
-        out = []
-        for x_nL, route in zip(self._returned(rows, planned), planned.routes, strict=True):
-            if 0 < x_nL.shape[0] == route.tokens * self.top_k:
-                out.append(moe.combine(x_nL, route.choice_n.long(), None, self.top_k))
-                continue
-            x_TJL = self._by_choice(x_nL, route)
-            y_TL = widen(x_TJL[:, 0])
-            for j in range(1, self.top_k):
-                y_TL = y_TL + x_TJL[:, j]
-            out.append(y_TL.to(x_TJL.dtype))
-        return out
+        returned = self._returned(rows, planned)
+        return [sum_choices(x_nL, route, self.top_k) for x_nL, route in zip(returned, planned.routes, strict=True)]
 
     @torch.no_grad()
     def give_back(self, rows: Sequence[torch.Tensor], planned: Planned) -> list[torch.Tensor]:
         """Buffers [N, L] -> [T, J, L]: each choice's row back at its token; zero where nothing was routed."""
         returned = self._returned(rows, planned)
-        return [self._by_choice(x_nL, route) for x_nL, route in zip(returned, planned.routes, strict=True)]
+        return [by_choice(x_nL, route, self.top_k) for x_nL, route in zip(returned, planned.routes, strict=True)]
 
     def reduce_grads(
         self, own: Sequence[Weights], copies: Sequence[Weights], planned: Planned
@@ -242,10 +234,15 @@ class ExpertParallel:
                     # Copies arrive in order of rank.
                     copied = [e for ids in back[i] for e in ids]
                     for e in sorted(set(copied)):
+                        grads = [g for other, g in zip(copied, arrived, strict=True) if other == e]
+                        if len(grads) == 1:
+                            # A sum of two is the same in any precision that it is then rounded from.
+                            own[i][k][e].add_(grads[0])
+                            continue
                         total = widen(own[i][k][e])
-                        for grad in (g for other, g in zip(copied, arrived, strict=True) if other == e):
+                        for grad in grads:
                             total = total + grad
-                        own[i][k][e] = total.to(own[i][k].dtype)
+                        own[i][k][e].copy_(total)
         return [tuple(grads) for grads in own]
 
     def stats(self, planned: Planned, row_bytes: int, expert_bytes: int) -> Stats:
@@ -264,21 +261,6 @@ class ExpertParallel:
             [route.choices_received for route in routes],
             [route.choices_sent for route in routes],
         )
-
-    def _by_choice(self, x_nL: torch.Tensor, route: Route) -> torch.Tensor:
-        x_TJL = x_nL.new_zeros(route.tokens * self.top_k, x_nL.shape[1])
-        return x_TJL.index_copy_(0, route.choice_n.long(), x_nL).view(route.tokens, self.top_k, x_nL.shape[1])
-
-    def _place(self, x_PL: torch.Tensor, index_n: torch.Tensor, planned: Planned, held_index: int) -> torch.Tensor:
-        """x[index_n] to the buffer rows of the arrived choices."""
-        row_n, rank = planned.routes[held_index].row_n.long(), self.transport.held[held_index]
-        buffer_NL = _buffer(x_PL, self.rows)
-        end = planned.all_rows[rank]
-        source_N = torch.zeros(end, dtype=index_n.dtype, device=index_n.device).scatter_(0, row_n, index_n)
-        torch.index_select(x_PL, 0, source_N, out=buffer_NL[:end])
-        if self.align > 1:
-            buffer_NL.index_fill_(0, padding(planned.plan, rank), 0)
-        return buffer_NL
 
 
 def _buffer(like_nL: torch.Tensor, rows: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from perilune.errors import Error
+from perilune.parallel.collectives import all_gather
 
 Sizes = Sequence[Sequence[int]]
 
@@ -27,8 +28,17 @@ class Transport(Protocol):
         """int64 [n] from every rank -> [R, n], the same on all."""
         ...
 
-    def exchange(self, sends: Sequence[torch.Tensor], sent: Sizes, received: Sizes) -> list[torch.Tensor]:
-        """Rank r's tensor is cut into sent[r][d] rows for each rank d; returned is what it gets, in rank order."""
+    def exchange(
+        self,
+        sends: Sequence[torch.Tensor],
+        sent: Sizes,
+        received: Sizes,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Rank r's tensor is cut into sent[r][d] rows for each rank d; returned is what it gets, in rank order.
+
+        into: contiguous tensors of just that many rows, in which it is returned.
+        """
         ...
 
 
@@ -43,9 +53,16 @@ class Local:
     def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(rows))
 
-    def exchange(self, sends: Sequence[torch.Tensor], sent: Sizes, received: Sizes) -> list[torch.Tensor]:
+    def exchange(
+        self,
+        sends: Sequence[torch.Tensor],
+        sent: Sizes,
+        received: Sizes,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         pieces = [x.split(list(sizes)) for x, sizes in zip(sends, sent, strict=True)]
-        return [torch.cat([pieces[source][rank] for source in self.held]) for rank in self.held]
+        got = [torch.cat([pieces[source][rank] for source in self.held]) for rank in self.held]
+        return got if into is None else [room.copy_(x) for room, x in zip(into, got, strict=True)]
 
 
 class Collective:
@@ -63,17 +80,26 @@ class Collective:
 
     def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         (row,) = rows
-        out = [torch.empty_like(row) for _ in range(self.ranks)]
-        dist.all_gather(out, row.contiguous(), group=self.group)
-        return torch.stack(out)
+        out_Rn = row.new_empty(self.ranks, row.shape[0])
+        all_gather(out_Rn.view(-1), row.contiguous(), group=self.group)
+        return out_Rn
 
-    def exchange(self, sends: Sequence[torch.Tensor], sent: Sizes, received: Sizes) -> list[torch.Tensor]:
+    def exchange(
+        self,
+        sends: Sequence[torch.Tensor],
+        sent: Sizes,
+        received: Sizes,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         (x,), (out_sizes,), (in_sizes,) = sends, sent, received
-        got = x.new_empty(sum(in_sizes), *x.shape[1:])
+        got = x.new_empty(sum(in_sizes), *x.shape[1:]) if into is None else into[0]
         # As words: not every backend knows every dtype, and rows are only moved.
-        words, got_words = _words(x.contiguous()), _words(got)
+        words, got_words = (x.contiguous(), got) if x.dtype in _WORDS else (_words(x.contiguous()), _words(got))
         dist.all_to_all_single(got_words, words, list(in_sizes), list(out_sizes), group=self.group)
         return [got]
+
+
+_WORDS = (torch.int32, torch.uint8)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
