@@ -151,7 +151,7 @@ def test_gpu_gradients(kind, save):
     inputs, sequences = make(
         [70, 0, 1, 129, 63], [0, 0, 5, 100, 64], H=3, K=128, V=128, kind=kind, dtype=torch.bfloat16
     )
-    assert kernels.prepare_name(*inputs[:2], inputs[3], SAFE) == kernels.scan_name(inputs[2], 128) == "hopper"
+    assert kernels.prepare_name(*inputs[:2], inputs[3]) == kernels.scan_name(inputs[2], 128) == "hopper"
     check(inputs, sequences, SAFE, 7e-3, 1e-2, loose=3e-2, save=save)
 
 

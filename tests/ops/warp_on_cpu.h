@@ -164,6 +164,11 @@ inline float exchange(float x, int from) {
 }
 inline float shuffle_xor(float x, int by) { return exchange(x, (threadIdx.x & 31) ^ by); }
 inline float shuffle(float x, int from) { return exchange(x, from & 31); }
+inline bool any_of_warp(bool x) {
+  float any = x;
+  for (int by = 1; by < 32; by <<= 1) any = max(any, shuffle_xor(any, by));
+  return any;
+}
 
 inline void copy16(void *to, const void *from, bool real) {
   auto copy = [=] {

@@ -1,9 +1,9 @@
 // KDA's gradients on Hopper: all of triton_gradients.py (whose docstring has the formulas and letters) in one launch,
 // for K = V = 128 in bfloat16. Eight warps; gradients_parts.cuh says how they share the work.
 //
-// Compiled by NVRTC (gradients_cuda.py) after warp.cuh, gradients_tiles.cuh, gradients_parts.cuh and
-// gradients_bounded.cuh, for one layout of the inputs: BETA is beta's type, HEADS their number, Q_TOKEN, K_TOKEN and
-// G_TOKEN the elements from token to token.
+// Compiled by NVRTC (gradients_cuda.py) after warp.cuh, gradients_tiles.cuh, gradients_parts.cuh, the gate
+// (gradients_bounded.cuh or gradients_softplus.cuh), gradients_pairs.cuh and gradients_steep.cuh, for one layout of the
+// inputs: BETA is beta's type, HEADS their number, Q_TOKEN, K_TOKEN and G_TOKEN the elements from token to token.
 
 // dv = (A beta)^T dU into shared memory, negated, and this warp's part of dv . U. The diagonal of A beta is beta; what
 // bfloat16 lost of it, the largest error in dv, is put back.
@@ -198,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gradients(const __grid_
     clear(change);
     start<NEXT_STATE>(shared, a, pair, turn, true, at);
     through_state(x, shared.S, shared.d_o, at);
-    Operand of_q[4], of_k[4], keys[4];
-    add_earlier<false>(x, change, of_q, keys, shared, norms, d, at);
+    Operand of_q[4], keys[4];
+    pairs_of_queries(x, change, of_q, keys, shared, norms, d, at);
     float2 along = add_diagonal(x, shared.q, norms[1], shared.k, norms[0], shared.diagonal, at);
     *reinterpret_cast<float2 *>(&shared.part[1][at.warp][2 * at.lane]) = along;
     wait_copies<0>();  // NEXT_STATE is there; d_o is free
@@ -209,8 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gradients(const __grid_
     store_through_norm(shared.d_o, x, shared.q, norms[1], along, at);
 
     through_state(dk, shared.S, shared.dv, at);
-    add_earlier<true>(dk, change, of_k, keys, shared, norms, d, at);
-    from_later(x, change, of_q, of_k, keys, shared, norms, d, at);
+    pairs_of_keys(dk, x, change, of_q, keys, shared, norms, d, at);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll

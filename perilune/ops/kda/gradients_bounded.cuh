@@ -1,48 +1,24 @@
-// gradients.cu, third part: decays and pairs inside a chunk where the gate is bounded, at -5 nats a token or above.
-//
-// Tokens are taken in groups of 16. With G the cumulative log2 decay inside a group, up = 2^(G + 58) and 1 / up fit
-// float32 (16 tokens at -5 nats are 115.4 powers of two), and decay[J] = 2^(G at the end of group J) is one number a
-// channel. Sums over earlier groups then are a Horner scheme: scale the accumulator by decay[J], add the product of the
-// next group.
+// gradients.cu, third part, one of two: a gate with a lower bound, of -5 nats a token or above. No group of 16 tokens
+// decays by more than 115.4 powers of two.
 
-constexpr float HALF = 58.f, TINY = 0x1p-58f, LARGE = 0x1p58f;
+constexpr bool BOUNDED = true;
 
-struct Decays {
-  Values up;
-  float decay[4][2];
-  // To the end of the token's group.
-  __device__ __forceinline__ float to_end(int n, int e) const {
-    return decay[n / 2][e >> 1] * LARGE * reciprocal(up[n][e]);
-  }
-};
-
-// The gate is lower_bound / (1 + 2^(slope raw + slope bias)).
-__device__ __forceinline__ void set_decays(Decays &d, const Shared &shared, const Pair &pair, const Gate &gate,
-                                           const Arguments &a, const Place &at) {
+// Group J of x: log2 decays, lower_bound / (1 + 2^(slope raw + slope bias)).
+__device__ __forceinline__ void log2_decays(Values &x, int J, const Shared &shared, const Pair &pair, const Gate &gate,
+                                            const Arguments &a, const Place &at) {
   const float slope = -LOG2E * gate.rate, shift[2] = {slope * gate.bias[0], slope * gate.bias[1]};
+  float raw[2][4];
+  u32 packed_raw[4];
+  columns(packed_raw, shared.g, J, at);
+  spread(raw, packed_raw);
 #pragma unroll
-  for (int J = 0; J < 4; ++J) {
-    float x[2][4];
-    u32 raw[4];
-    columns(raw, shared.g, J, at);
-    spread(x, raw);
+  for (int half = 0; half < 2; ++half) {
+    float bound[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float bound[2];
+    for (int e = 0; e < 2; ++e) bound[e] = pair.has(16 * J + 8 * half + 2 * at.c + e) ? a.lower_bound * LOG2E : 0.f;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) bound[e] = pair.has(16 * J + 8 * half + 2 * at.c + e) ? a.lower_bound * LOG2E : 0.f;
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        d.up[2 * J + half][e] = bound[e & 1] * reciprocal(1.f + power_of_two(x[half][e] * slope + shift[e >> 1]));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float end = cumulate(d.up, J, i, HALF, at);
-#pragma unroll
-      for (int n = 2 * J; n < 2 * J + 2; ++n)
-        d.up[n][2 * i] = power_of_two(d.up[n][2 * i]), d.up[n][2 * i + 1] = power_of_two(d.up[n][2 * i + 1]);
-      d.decay[J][i] = power_of_two(end) * TINY;
-    }
+    for (int e = 0; e < 4; ++e)
+      x[2 * J + half][e] = bound[e & 1] * reciprocal(1.f + power_of_two(raw[half][e] * slope + shift[e >> 1]));
   }
 }
 
@@ -54,71 +30,4 @@ __device__ __forceinline__ float through_gate(float dg, float raw, float bias, c
   y *= dg * (a.lower_bound * gate.rate) * s * s;
   d_A = y * (raw + bias);
   return y;
-}
-
-// x_i = e^(G from the chunk's start) x_i + sum_(j < i) pairs_ij k_j e^(G_i - G_j), and change_i += row_i x_i. Makes the
-// rows' operands, row e^G, and with q's also the keys' k e^-G.
-// Here and in from_later `change` takes rows and keys as the products round them: then what a pair adds at its row and
-// what it takes off at its column are equal numbers, and cancel in sums that contain both.
-template <bool OF_KEYS>
-__device__ __forceinline__ void add_earlier(Values &x, Values &change, Operand (&rows)[4], Operand (&keys)[4],
-                                            const Shared &shared, const float (&norms)[2][TOKENS], const Decays &d,
-                                            const Place &at) {
-  const bf16 *pairs = OF_KEYS ? shared.M : shared.dP;
-#pragma unroll
-  for (int J = 0; J < 4; ++J) {
-    float k[2][4], own[2][4];
-    u32 b[4];
-    unit(k, shared.k, norms[0], J, at);
-    if (OF_KEYS) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) own[e >> 2][e & 3] = k[e >> 2][e & 3];
-    } else {
-      unit(own, shared.q, norms[1], J, at);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) k[e >> 2][e & 3] *= reciprocal(d.up[2 * J + (e >> 2)][e & 3]);
-      packed(keys[J], k);
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) own[e >> 2][e & 3] *= d.up[2 * J + (e >> 2)][e & 3];
-    packed(rows[J], own);
-    spread(own, rows[J]);
-#pragma unroll
-    for (int I = J; I < 4; ++I) {
-      scale_group(x, I, J ? d.decay[J - 1][0] : TINY, J ? d.decay[J - 1][1] : TINY);
-      load_tiles(b, pairs + at.square_across + 16 * I * SQUARE + 16 * J);
-      multiply_pair(x, I, keys[J], b);
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      change[2 * J + (e >> 2)][e & 3] += own[e >> 2][e & 3] * x[2 * J + (e >> 2)][e & 3];
-      x[2 * J + (e >> 2)][e & 3] *= d.up[2 * J + (e >> 2)][e & 3];
-    }
-  }
-}
-
-// x_j = sum_(i > j) (M_ij k_i + dP_ij q_i) e^(G_i - G_j), and change_j -= k_j x_j.
-__device__ __forceinline__ void from_later(Values &x, Values &change, const Operand (&of_q)[4],
-                                           const Operand (&of_k)[4], const Operand (&keys)[4], const Shared &shared,
-                                           const float (&norms)[2][TOKENS], const Decays &d, const Place &at) {
-  clear(x);
-#pragma unroll
-  for (int I = 3; I >= 0; --I) {
-    u32 b[4];
-#pragma unroll
-    for (int J = I; J >= 0; --J) {
-      if (I < 3) scale_group(x, J, d.decay[I][0], d.decay[I][1]);
-      load_tiles_transposed(b, shared.M + at.square + 16 * I * SQUARE + 16 * J);
-      multiply_pair(x, J, of_k[I], b);
-      load_tiles_transposed(b, shared.dP + at.square + 16 * I * SQUARE + 16 * J);
-      multiply_pair(x, J, of_q[I], b);
-    }
-    float k[2][4];
-    spread(k, keys[I]);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      change[2 * I + (e >> 2)][e & 3] -= k[e >> 2][e & 3] * x[2 * I + (e >> 2)][e & 3];
-      x[2 * I + (e >> 2)][e & 3] *= reciprocal(d.up[2 * I + (e >> 2)][e & 3]);
-    }
-  }
 }

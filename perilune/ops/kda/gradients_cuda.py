@@ -4,6 +4,9 @@ Formulas and letters are those of `triton_gradients`, whose kernels do the same 
 what the scans and K1 left, once, and writes final gradients: 232 KB a chunk and head, where two launches that hand the
 products of the states over move 360 KB.
 
+The gate is chosen when the kernel is compiled. The softplus gate has no bound: a warp whose channels decay too much for
+the factors of the bounded form takes smaller steps (gradients_steep.cuh), by itself.
+
 Legend: T tokens, H heads, K key dim, V value dim, C rows of a chunk (64), X chunks of all sequences.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -26,8 +29,8 @@ DIM = 128
 WARPS = 8
 THREADS = 32 * WARPS
 SHARED_BYTES = 226_560  # sizeof(Shared): one block a multiprocessor
-_PARTS = ("warp.cuh", "gradients_tiles.cuh", "gradients_parts.cuh", "gradients_bounded.cuh", "gradients.cu")
-SOURCES = tuple(Path(__file__).parent / name for name in _PARTS)
+_PARTS = ("warp", "gradients_tiles", "gradients_parts", "gradients_{}", "gradients_pairs", "gradients_steep")
+_GATES = {"safe": "bounded", "softplus": "softplus"}
 _TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 _POINTERS = [
@@ -52,8 +55,8 @@ def why_not(x: Inputs) -> str | None:
         return f"{x.q.device} is not a Hopper GPU"
     if (x.q.shape[2], x.v.shape[2]) != (DIM, DIM):
         return f"key and value dims are {(x.q.shape[2], x.v.shape[2])}, not 128"
-    if x.gate.mode != "safe" or not -5.0 <= x.lower_bound <= 0.0:
-        return "the gate has no lower bound in [-5, 0]"
+    if x.gate.mode == "safe" and not -5.0 <= x.lower_bound <= 0.0:
+        return "the gate's lower bound is not in [-5, 0]"
     low = all(t.dtype == torch.bfloat16 for t in (x.q, x.k, x.v, x.g)) and x.beta.dtype in _TYPES
     if not low or not all(_readable(t) for t in (x.q, x.k, x.g)):
         return "a tensor is not bfloat16, not contiguous in its channels, or not aligned to 16 bytes"
@@ -96,6 +99,12 @@ def arguments(
     return filled, (dq, dk, dv, dg, d_beta, d_A, d_bias)
 
 
+def sources(mode: Literal["safe", "softplus"]) -> tuple[Path, ...]:
+    """The kernel with this gate, part by part."""
+    names = [f"{part}.cuh".format(_GATES[mode]) for part in _PARTS]
+    return tuple(Path(__file__).parent / name for name in (*names, "gradients.cu"))
+
+
 def defines(x: Inputs) -> tuple[tuple[str, str], ...]:
     """What gradients.cu is compiled for: these inputs' layout."""
     strides = ((f"{name}_TOKEN", str(t.stride(0))) for name, t in (("Q", x.q), ("K", x.k), ("G", x.g)))
@@ -117,10 +126,12 @@ def gradients(
     filled, (dq, dk, dv, dg, d_beta, d_A, d_bias) = arguments(x, A, norms, S, U, dS, dU, d_o)
     if filled.count:
         with torch.cuda.device(x.q.device):
-            kernel = nvrtc.load(SOURCES, "gradients", defines(x), SHARED_BYTES, torch.cuda.current_device())
+            kernel = nvrtc.load(
+                sources(x.gate.mode), "gradients", defines(x), SHARED_BYTES, torch.cuda.current_device()
+            )
             processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
             nvrtc.launch(kernel, (min(filled.count, processors), 1), THREADS, SHARED_BYTES, filled)
     return dq, dk, dv, dg, d_beta, d_A.sum((0, 2)), d_bias.sum(0)
 
 
-__all__ = ["Arguments", "arguments", "gradients", "why_not"]
+__all__ = ["Arguments", "arguments", "gradients", "sources", "why_not"]

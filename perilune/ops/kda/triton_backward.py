@@ -1,6 +1,6 @@
 """KDA's backward on the GPU: what the forward left out computed again, the reverse scan B2, the gradients B3.
 
-B3 is one CUDA C++ kernel where it fits (`gradients_cuda`), and three Triton kernels elsewhere.
+B3 is one CUDA C++ kernel where it fits (`gradients_cuda`), whatever the gate, and three Triton kernels elsewhere.
 
 Legend: T tokens, N sequences, H heads, K key dim, V value dim, C rows of a chunk (64), X chunks of all sequences.
 """

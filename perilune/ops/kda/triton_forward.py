@@ -99,9 +99,9 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def prepare_name(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, gate: Gate) -> Literal["hopper", "triton"]:
+def prepare_name(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> Literal["hopper", "triton"]:
     """Which K1 runs: the Gluon kernel where its fixed layout fits, the plain Triton kernel elsewhere."""
-    if not (is_hopper(q.device) and q.shape[2] == 128 and gate.mode == "safe"):
+    if not (is_hopper(q.device) and q.shape[2] == 128):
         return "triton"
     vectors = all(x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 for x in (q, k, g))
     same = all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in (q, k, g))
@@ -132,16 +132,17 @@ def prepare(x: Inputs, out: Prepared | None = None) -> Prepared:
     results = (out.w, out.q, out.k, out.A, out.P, out.decay, out.norms)
     tensors = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.layout.table, *results)
     scalars = (K**-0.5, x.lower_bound, EPS, H)
-    if X and prepare_name(x.q, x.k, x.g, x.gate) == "hopper":
+    safe = x.gate.mode == "safe"
+    if X and prepare_name(x.q, x.k, x.g) == "hopper":
         from perilune.ops.kda.triton_prepare_hopper import prepare_hopper_kernel
 
         strides = (*x.q.stride()[:2], *x.k.stride()[:2], *x.g.stride()[:2], *x.beta.stride())
         same = x.q.stride() == x.k.stride() == x.g.stride()
+        options = {"SAME": same, "SAFE": safe, "num_warps": 4}
         # 168 registers leave room for three programs a multiprocessor.
-        prepare_hopper_kernel[(X * H,)](*tensors, *strides, *scalars, SAME=same, num_warps=4, maxnreg=168)
+        prepare_hopper_kernel[(X * H,)](*tensors, *strides, *scalars, **options, maxnreg=168)
     elif X:
         strides = (*x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride())
-        safe = x.gate.mode == "safe"
         prepare_kernel[(X * H,)](*tensors, *strides, *scalars, K=K, B=min(K, 32), SAFE=safe, num_warps=4)
     return out
 

@@ -26,6 +26,7 @@ import triton.language as tl
 HALF: tl.constexpr = tl.constexpr(115.0)
 TINY: tl.constexpr = tl.constexpr(2.0**-115)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+FLOOR: tl.constexpr = tl.constexpr(-128.0)
 # Beyond +-30 a float32 sigmoid is 0 or 1 to rounding; the clamp keeps inf * 0 out of the gradients.
 CLAMP: tl.constexpr = tl.constexpr(30.0)
 
@@ -44,7 +45,9 @@ def log2_decay(x, exp_A, lower_bound, SAFE: tl.constexpr):
         return (lower_bound * LOG2E) * sigmoid(exp_A * x)
     else:
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp2(-tl.abs(x) * LOG2E))
-        return -(exp_A * LOG2E) * softplus
+        logs = -(exp_A * LOG2E) * softplus
+        # Nothing is left at 2^-128; sums of larger numbers would round by more than a token's decay.
+        return tl.where(logs < FLOOR, FLOOR, logs)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ Plain Triton spends most of its instructions on moving values between layouts he
 - the squares of the L2 norms are the diagonal of x x^T, from the tensor cores;
 - (I + L)^-1 of each 32-row block is forward substitution with a column on two lanes, float32 throughout.
 
-Only K = 128, bfloat16 and bounded gates. Formulas and letters are those of `triton_prepare`.
+Only K = 128 and bfloat16. Gates and their factors are in `triton_decay_hopper`; formulas and letters are those of
+`triton_prepare`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -27,14 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from perilune.ops.kda.triton_decay_hopper import (
+    LOG2E,
+    STRIP,
+    add_windows,
+    before_group,
+    down,
+    exp2,
+    gate,
+    later_windows,
+    limit_of,
+    sigmoid,
+    slope_of,
+    stop,
+    unit_rows,
+)
 from perilune.ops.kda.triton_inverse_hopper import small_dot, tf32, unit_inverse
 
-HALF = gl.constexpr(115.0)
 TINY = gl.constexpr(2.0**-115)
-LOG2E = gl.constexpr(1.4426950408889634)
-# A warp spans 8 rows x 64 channels, two channels a lane: every load and store of a row is 128 or 256 bytes.
-STRIP = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 1], [1, 0]))
-STRIP3 = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 MMA32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 8]))
@@ -49,27 +60,6 @@ PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 PAD32 = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[32, 4]], [64, 32], [1, 0]))
 PAD64 = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 4]], [64, 64], [1, 0]))
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def exp2(x):
-    """2^x by the hardware, without the extra steps for results below 2^-126 (they become 0)."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def sigmoid(x):
-    return reciprocal(1.0 + exp2(x * -LOG2E))
 
 
 @gluon.jit
@@ -110,47 +100,15 @@ def norms(tile, first, end, eps, scale, out):
 
 
 @gluon.jit
-def unit_rows(tile, scales, FROM: gl.constexpr):
-    """The 32 normalised rows from row FROM."""
-    r = scales.slice(FROM, 32).load(gl.SliceLayout(1, STRIP))
-    return tile.slice(FROM, 32, dim=0).load(STRIP).to(gl.float32) * r[:, None]
-
-
-@gluon.jit
-def gate(x, floors, slope, bias, FROM: gl.constexpr, totals):
-    """Running log2 decay within groups of 8 rows; their totals go to shared memory."""
-    floor = floors.slice(FROM, 32).load(gl.SliceLayout(1, STRIP))[:, None]
-    logs = floor * reciprocal(1.0 + exp2(x.to(gl.float32) * slope + bias[None, :]))
-    logs = gl.convert_layout(gl.reshape(logs, [4, 8, 64]), STRIP3, assert_trivial=True)
-    G = gl.associative_scan(logs, 1, add)
-    j = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, STRIP3)))[None, :, None]
-    last = gl.sum(gl.where(j == 7, G.to(gl.int32, bitcast=True), 0), axis=1).to(gl.float32, bitcast=True)
-    totals.slice(FROM // 8, 4, dim=0).store(last)
-    return gl.convert_layout(gl.reshape(G, [32, 64]), STRIP, assert_trivial=True)
-
-
-@gluon.jit
-def before_group(e0, e1, e2):
-    """The decay from a block's first row to the group of 8 of each of its 32 rows, plus HALF."""
-    group = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, STRIP3)))[:, None, None]
-    e0 = gl.convert_layout(gl.reshape(e0, [1, 1, 64]), STRIP3, assert_trivial=True)
-    e1 = gl.convert_layout(gl.reshape(e1, [1, 1, 64]), STRIP3, assert_trivial=True)
-    e2 = gl.convert_layout(gl.reshape(e2, [1, 1, 64]), STRIP3, assert_trivial=True)
-    zero = gl.full([4, 8, 64], HALF, gl.float32, STRIP3)
-    x = zero + (gl.where(group > 0, e0, 0.0) + gl.where(group > 1, e1, 0.0) + gl.where(group > 2, e2, 0.0))
-    return gl.convert_layout(gl.reshape(x, [32, 64]), STRIP, assert_trivial=True)
-
-
-@gluon.jit
 def prepare_hopper_kernel(
     q, k, g, beta, A_log, dt_bias, table, w_out, q_out, k_out, A_out, P_out, decay_out, norm_out,
     sq_t, sq_h, sk_t, sk_h, sg_t, sg_h, sb_t, sb_h,
     scale, lower_bound, eps, H,
-    SAME: gl.constexpr,
+    SAME: gl.constexpr, SAFE: gl.constexpr,
 ):  # fmt: skip
     """One chunk of one head, four warps. table[c] = (token of row 0, first token, end token) of chunk c.
 
-    SAME: q, k and g have the same strides, so that addresses are computed once.
+    SAME: q, k and g have the same strides, so that addresses are computed once. SAFE: the gate is bounded.
     """
     if SAME:
         sk_t = sq_t
@@ -189,14 +147,15 @@ def prepare_hopper_kernel(
     async_copy.commit_group()
 
     cols = gl.arange(0, 64, layout=gl.SliceLayout(0, STRIP))
-    # sigmoid(e^A (x + bias)) = 1 / (1 + 2^(slope x + slope bias))
-    slope = -LOG2E * exp2(gl.load(A_log + h) * LOG2E)
+    slope = slope_of(gl.load(A_log + h), SAFE)
+    bias_slope = slope if SAFE else LOG2E
     r64 = gl.arange(0, 64, layout=LINE)
     here = (r64 >= first) & (r64 < end)
     b64 = gl.where(here, sigmoid(gl.load(beta + r64 * sb_t, mask=here, other=0.0).to(gl.float32)), 0.0)
     strengths = gl.allocate_shared_memory(gl.float32, [64], PLAIN1, b64)
     # Rows outside the sequence decay nothing.
-    floors = gl.allocate_shared_memory(gl.float32, [64], PLAIN1, gl.where(here, lower_bound * LOG2E, 0.0))
+    limit = limit_of(lower_bound, slope, SAFE)
+    limits = gl.allocate_shared_memory(gl.float32, [64], PLAIN1, gl.where(here, limit, 0.0))
     # The totals of the gates are read before the products' columns are written.
     totals = columns._reinterpret(gl.float32, [64, 64], PLAIN2).slice(0, 8, dim=0)
     k_norm = gl.allocate_shared_memory(gl.float32, [64], PLAIN1)
@@ -217,9 +176,9 @@ def prepare_hopper_kernel(
     for s in range(2):
         kt = k_tile.index(s)
         qt = q_tile.index(s)
-        bias = gl.load(dt_bias + h * 128 + s * 64 + cols) * slope
-        G0 = gate(x0, floors, slope, bias, 0, totals)
-        G1 = gate(x1, floors, slope, bias, 32, totals)
+        bias = gl.load(dt_bias + h * 128 + s * 64 + cols) * bias_slope
+        G0 = gate(x0, limits, slope, bias, 0, totals, SAFE)
+        G1 = gate(x1, limits, slope, bias, 32, totals, SAFE)
         e0 = totals.slice(0, 1, dim=0).load(STRIP)
         e1 = totals.slice(1, 1, dim=0).load(STRIP)
         e2 = totals.slice(2, 1, dim=0).load(STRIP)
@@ -230,6 +189,8 @@ def prepare_hopper_kernel(
         e2 = totals.slice(6, 1, dim=0).load(STRIP)
         E1 = (e0 + e1) + (e2 + totals.slice(7, 1, dim=0).load(STRIP))
         G1 += before_group(e0, e1, e2)
+        later0 = later_windows(E0)
+        later1 = later_windows(E1)
         gl.store(decay_out + s * 64 + cols[None, :], exp2(E0 + E1))
         to_q = q_out + s * 64
         to_k = k_out + s * 64
@@ -237,7 +198,7 @@ def prepare_hopper_kernel(
         # Block 0: rows (k, q) against its own columns.
         up = exp2(G0)
         k_unit = unit_rows(kt, k_norm, 0)
-        k_down = k_unit * exp2(-G0)
+        k_down = k_unit * down(G0, SAFE)
         k_up = k_unit * up
         q_up = unit_rows(qt, q_norm, 0) * up
         rows_k_q.slice(0, 32, dim=0).store(tf32(k_up))
@@ -248,17 +209,24 @@ def prepare_hopper_kernel(
         own = columns.slice(0, 32, dim=0).permute((1, 0))
         acc0 = warpgroup_mma(rows_k_q, own, acc0, is_async=True)
         gl.store(to_q + at, tiny(q_up))
-        kt.slice(0, 32, dim=0).store(tiny(k_up))  # from here on k^
-        k_stop = k_down * exp2(E0 + HALF)
+        k_hat = tiny(k_up)  # k^ takes k's place; later windows still read k
+        if SAFE:
+            kt.slice(0, 32, dim=0).store(k_hat)
+        k_stop = stop(k_unit, k_down, G0, E0, SAFE)
         gl.store(to_k + at, (k_stop * exp2(E1)).to(gl.bfloat16))
+        if not SAFE:
+            acc0 = warpgroup_mma_wait(0, [acc0])
+            acc0 = add_windows(acc0, kt, qt, k_norm, q_norm, G0, later0, rows_k_q, columns, 0)
+            kt.slice(0, 32, dim=0).store(k_hat)
 
         # Block 1: against the first block's columns and its own. Its rows keep the factor 2^HALF, undone afterwards.
         up = exp2(G1)
         k_unit = unit_rows(kt, k_norm, 32)
-        k_down = k_unit * exp2(-G1)
+        k_down = k_unit * down(G1, SAFE)
         k_up = k_unit * up
         q_up = unit_rows(qt, q_norm, 32) * up
-        acc0 = warpgroup_mma_wait(0, [acc0])
+        if SAFE:
+            acc0 = warpgroup_mma_wait(0, [acc0])
         gl.thread_barrier()
         rows_k_q.slice(0, 32, dim=0).store(tf32(k_up))
         rows_k_q.slice(32, 32, dim=0).store(q_up)
@@ -270,11 +238,16 @@ def prepare_hopper_kernel(
         # 2^E0 and TINY apart: their product alone would fall below float32's range.
         before = exp2(E0)
         gl.store(to_q + 32 * 128 + at, tiny(q_up * before))
-        kt.slice(32, 32, dim=0).store(tiny(k_up * before))
-        gl.store(to_k + 32 * 128 + at, (k_down * exp2(E1 + HALF)).to(gl.bfloat16))
+        k_hat = tiny(k_up * before)
+        if SAFE:
+            kt.slice(32, 32, dim=0).store(k_hat)
+        gl.store(to_k + 32 * 128 + at, stop(k_unit, k_down, G1, E1, SAFE).to(gl.bfloat16))
         x0 = g_second.slice(0, 32, dim=0).load(STRIP)
         x1 = g_second.slice(32, 32, dim=0).load(STRIP)
         acc1 = warpgroup_mma_wait(0, [acc1])
+        if not SAFE:
+            acc1 = add_windows(acc1, kt, qt, k_norm, q_norm, G1, later1, rows_k_q, columns, 32)
+            kt.slice(32, 32, dim=0).store(k_hat)
         gl.thread_barrier()
 
     # Rows 0-31 of the products are L before beta, rows 32-63 are P.

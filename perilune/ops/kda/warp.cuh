@@ -75,3 +75,4 @@ __device__ __forceinline__ void wait_copies() {
 
 __device__ __forceinline__ float shuffle_xor(float x, int by) { return __shfl_xor_sync(0xffffffffu, x, by); }
 __device__ __forceinline__ float shuffle(float x, int from) { return __shfl_sync(0xffffffffu, x, from); }
+__device__ __forceinline__ bool any_of_warp(bool x) { return __any_sync(0xffffffffu, x); }
