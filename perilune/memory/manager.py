@@ -101,7 +101,7 @@ class Memory:
             finally:
                 host = self.stores["host"]
                 if isinstance(host, PinnedStore):
-                    host.layer = self._order.largest
+                    host.layer = max(host.layer, self._order.largest)
                 self._order.release()
                 self._forget()
 

@@ -50,8 +50,8 @@ class PinnedStore:
     """Buffers are kept for the next step, by size; limit: bytes of them in all, 0: no limit.
 
     in_flight: bytes of tensors that have been put and are not freed yet, as their copy out may be under way; half of it
-    once tensors are fetched; None: one and a half times `layer`, bytes of the largest layer of the last step, and a
-    GiB at least. A tensor that is asked for while it is among them is not copied back.
+    once tensors are fetched; None: one and a half times `layer`, bytes of the largest layer that a step has had,
+    and a GiB at least. A tensor that is asked for while it is among them is not copied back.
     """
 
     def __init__(self, device: torch.device, limit: int = 0, in_flight: int | None = None) -> None:

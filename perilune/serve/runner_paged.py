@@ -87,7 +87,12 @@ class PagedRunner:
         if weights:
             self.model.to_empty(device="meta")
         self._matrix_ISHKV, self._window_IS3C = self._matrix_ISHKV[:, :0].clone(), self._window_IS3C[:, :0].clone()
-        self.slots, self._batch, self._wide, self._graphs, self._prefills = [], None, [], None, None
+        self.slots, self._batch, self._wide = [], None, []
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Give the graphs up. NCCL ends no communicator that one of them still holds."""
+        self._graphs, self._prefills = None, None
 
     def forward(
         self, chunks: Sequence[Chunk], stats: Stats | None = None, tokens_T: torch.Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from perilune import Error, Transformer
 from perilune.config import QuantConfig
 from perilune.model import initialize, load, save
 from perilune.serve import LLM, EngineConfig, Params
-from perilune.serve.ranks import Ranks
+from perilune.serve.ranks import Ranks, lead
 from perilune.serve.ranks.link import Link
 from perilune.serve.ranks.shard import Cuts, Place, load_part
 
@@ -193,6 +194,27 @@ def test_a_rank_that_dies_ends_what_runs_with_its_error(pair: LLM) -> None:
     for _ in range(2):
         with pytest.raises(Error, match="rank 1 has failed"):
             pair.generate([prompt(30, 1)], GREEDY)
+
+
+def test_ranks_leave_together_without_graphs_and_in_bounded_time(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends no communicator that a graph holds, nor one whose other ranks have gone: it waits for ever."""
+    assert pair._ranks is not None
+    (worker,), seen = pair._ranks._processes, []
+
+    def leave() -> None:
+        seen.append(("leaves", worker.poll() is None))
+        time.sleep(60)
+
+    monkeypatch.setattr(lead, "_leave", leave)
+    monkeypatch.setattr(lead, "BLAME", 0.5)
+    monkeypatch.setattr(lead.dist.distributed_c10d, "_abort_process_group", lambda: seen.append("aborts"))
+    monkeypatch.setattr(pair.engine.runner.ranks, "forget_graphs", lambda: seen.append("graphs"))
+    begin = time.monotonic()
+    pair.close()
+    assert time.monotonic() - begin < lead.LEAVE + 5
+    assert seen == ["graphs", ("leaves", True), "aborts"]
+    monkeypatch.undo()
+    lead._leave()
 
 
 def test_parts_of_all_ranks_are_the_checkpoint_and_nothing_more_is_read(folders: dict[str, Path]) -> None:

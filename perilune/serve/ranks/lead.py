@@ -10,7 +10,7 @@ import datetime
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -30,6 +30,7 @@ from perilune.serve.ranks.link import Link, Transport, connect
 from perilune.serve.ranks.segments import WholePools
 from perilune.serve.ranks.shard import BALANCED, Place, load_part
 
+LEAVE = 10.0  # seconds that the ranks of a sound engine have to leave each other
 BLAME = 2.0  # seconds after a failed collective in which the rank that was the reason says so
 
 
@@ -103,6 +104,7 @@ class Ranks:
             raise Error(f"ranks is {count}; this machine has {torch.cuda.device_count()} GPUs")
         self.config, self.packed = config, packed
         self.failure: str | None = None
+        self.forget_graphs: Callable[[], None] = lambda: None  # of this rank, before it leaves the others
         self._queued: list[tuple[str, tuple[Any, ...]]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="perilune-ranks-")
         meeting = str(Path(self._folder.name) / "group")
@@ -222,13 +224,20 @@ class Ranks:
         if self.failure is None:
             with suppress(Error):
                 self.now("end")
-        for process in others:
-            # After a failure they wait for one that is not there.
-            processes.end(process, 10.0 if self.failure is None else 0.0)
+            self.forget_graphs()
+        # All leave at the same time: NCCL lets nobody go who is alone.
         leaving = threading.Thread(target=_leave, daemon=True)
         leaving.start()
-        # What a rank that has ended left unfinished on this GPU may never end.
-        leaving.join(None if self.failure is None else BLAME)
+        # After a failure the others wait for one that is not there.
+        seconds = LEAVE if self.failure is None else 0.0
+        for process in others:
+            processes.end(process, seconds)
+        leaving.join(max(seconds, BLAME))
+        if leaving.is_alive():
+            # What a rank that has ended left unfinished on this GPU may never end.
+            with suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+            leaving.join(BLAME)
         self._folder.cleanup()
 
     def _kill(self) -> None:

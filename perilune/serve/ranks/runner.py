@@ -25,6 +25,7 @@ class LeadRunner:
 
     def __init__(self, inner: Any, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
+        ranks.forget_graphs = inner.forget_graphs
         self.on_grid: bool = inner.on_grid
         self._known: dict[int, int] = {}  # pages of each slot's table that the others have
 

@@ -124,6 +124,7 @@ def main() -> None:
         while True:
             for name, arguments in commands.get():
                 if name == "end":
+                    worker.runner.forget_graphs()
                     dist.destroy_process_group()
                     os._exit(0)
                 worker.do(name, arguments)
