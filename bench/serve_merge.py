@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FACTS = ("device", "versions", "date", "shape", "layers", "experts", "mla_layers", "weights_gb", "options", "bandwidth")
+FACTS += ("command", "note")
 
 
 def merge(files: list[Path]) -> list[dict[str, Any]]:
