@@ -18,7 +18,7 @@ from perilune.memory.stores import check_room
 from perilune.ops.pinned import host_empty
 
 # Bytes in flight before a layer's size is known.
-LEAST = 1 << 30
+LEAST = 1 << 28
 
 
 @dataclass
@@ -50,8 +50,9 @@ class PinnedStore:
     """Buffers are kept for the next step, by size; limit: bytes of them in all, 0: no limit.
 
     in_flight: bytes of tensors that have been put and are not freed yet, as their copy out may be under way; half of it
-    once tensors are fetched; None: one and a half times `layer`, bytes of the largest layer that a step has had,
-    and a GiB at least. A tensor that is asked for while it is among them is not copied back.
+    once tensors are fetched. None: one and a half times `layer`, bytes of the largest layer that a step has had, and
+    half a layer once tensors are fetched, which is what may be on its way back later. A tensor that is asked for while
+    it is among them is not copied back.
     """
 
     def __init__(self, device: torch.device, limit: int = 0, in_flight: int | None = None) -> None:
@@ -63,7 +64,7 @@ class PinnedStore:
         self._leaving_bytes = 0
 
     def put(self, flat: torch.Tensor) -> _Ticket:
-        self._let_go(max(0, self._most_in_flight() - flat.nbytes))
+        self._let_go(max(0, self._most_in_flight(3) - flat.nbytes))
         buffer = self._buffer(flat.nbytes)
         made = torch.cuda.current_stream(self.device).record_event()
         with torch.cuda.stream(self._out):
@@ -82,7 +83,7 @@ class PinnedStore:
         if ticket.back is not None:
             return
         # The oldest are needed last.
-        self._let_go(self._most_in_flight() // 2)
+        self._let_go(self._most_in_flight(1))
         if ticket.source is not None and ticket.source._version == ticket.version:
             ticket.back = (ticket.source, None)
             return
@@ -114,9 +115,12 @@ class PinnedStore:
         self.held -= ticket.size
         self._free.setdefault(ticket.buffer.bytes.numel(), []).append(ticket.buffer)
 
-    def _most_in_flight(self) -> int:
+    def _most_in_flight(self, halves: int) -> int:
+        """halves: of a layer, 3 in a forward pass and 1 in a backward pass."""
         # A layer's tensors are made in bursts; a forward pass has the room, as the backward pass needs more.
-        return max(LEAST, 3 * self.layer // 2) if self.in_flight is None else self.in_flight
+        if self.in_flight is None:
+            return max(LEAST, halves * self.layer // 2)
+        return self.in_flight if halves == 3 else self.in_flight // 2
 
     def _let_go(self, most: int) -> None:
         """Free what has been copied out, and the oldest others behind their copies while there is more than `most`."""
