@@ -110,7 +110,7 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def uncovered(call: Callable[[], Any]) -> Times:
     """One call in milliseconds of the GPU: `call` in all, `nccl` while nothing but NCCL's kernels ran, which includes
-    their waiting for other ranks, `idle` while nothing ran. Each the largest of all ranks."""
+    their waiting for other ranks, `idle` while nothing ran. Of the rank that computed least of the time."""
     if DRY:
         return {"call": round(once(call), 3), "nccl": 0.0, "idle": 0.0}
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -127,7 +127,9 @@ def uncovered(call: Callable[[], Any]) -> Times:
     busy, work = covered(spans), covered([span for span in spans if not span[2]])
     whole = max((end for _, end, _ in spans), default=0) - min((start for start, _, _ in spans), default=0)
     found = {"call": whole, "nccl": busy - work, "idle": whole - busy}
-    return {name: round(everywhere(value / 1e3), 3) for name, value in found.items()}
+    ranks: list[Times] = [found] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: round(value / 1e3, 3) for name, value in found.items()})
+    return max(ranks, key=lambda rank: rank["nccl"] + rank["idle"])
 
 
 def covered(spans: list[tuple[float, float, bool]]) -> float:
