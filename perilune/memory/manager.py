@@ -119,6 +119,7 @@ class Memory:
     def layer(self, index: int | None) -> None:
         if self._quiet_depth == 0:
             self._prefix = "" if index is None else f"layers.{index}."
+            self._order.begin_layer(index is not None)
             self._late.clear()
             self._fresh = [(recipe, storage) for recipe, storage in self._fresh if not storage.expired()]
 
@@ -268,7 +269,7 @@ class Memory:
                     return None
                 store = None
         slot = Slot(entry.name, x, entry.placement.fp8, store, self._fetch_ahead, self._timed)
-        self._order.add(slot, self._prefix)
+        self._order.add(slot)
         entry.source = weakref.ref(slot)
         return slot
 

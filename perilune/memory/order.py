@@ -12,19 +12,21 @@ class Order:
 
     def __init__(self) -> None:
         self._slots: list[weakref.ref[Slot]] = []
-        # Bytes of the slots of each layer.
-        self._layers: dict[str, int] = {}
+        # Bytes of the slots of the layer that is being computed, if one is, and of the largest one so far.
+        self._now: int | None = None
+        self.largest = 0
 
-    def add(self, slot: Slot, layer: str) -> None:
-        """A slot that has been filled in a layer."""
+    def begin_layer(self, inside: bool) -> None:
+        """What is added from now on is of another layer, or of another micro-batch; inside: not between layers."""
+        self._now = 0 if inside else None
+
+    def add(self, slot: Slot) -> None:
+        """A slot that has been filled."""
         slot.number = len(self._slots)
         self._slots.append(weakref.ref(slot))
-        self._layers[layer] = self._layers.get(layer, 0) + slot.bytes
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the layer that filled most slots."""
-        return max(self._layers.values(), default=0)
+        if self._now is not None:
+            self._now += slot.bytes
+            self.largest = max(self.largest, self._now)
 
     def fetch_before(self, slot: Slot, ahead: float) -> None:
         """What was put before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""

@@ -39,6 +39,8 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool) -> torch.Ten
         mapping = _Mapping(-1, size)
     except OSError as cause:
         raise RuntimeError(f"{size} bytes of host memory cannot be mapped: {cause}") from cause
+    # A child process that gives it up would have CUDA forget the parent's.
+    mapping.madvise(mmap.MADV_DONTFORK)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
     code = int(cudart.cudaHostRegister(flat.data_ptr(), size, 0))

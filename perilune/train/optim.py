@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import repeat
 
 import torch
@@ -107,7 +108,7 @@ def clip_gradients(
     grads = [grad for grad, _ in pairs]
     if not grads:
         raise Error("clip_gradients: no parameter has a gradient")
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    wide = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
     by_count: dict[int, list[Tensor]] = {}
     for squares, (_, count) in zip(_squares(grads, wide), pairs, strict=True):
         by_count.setdefault(count, []).append(squares)

@@ -116,3 +116,17 @@ def test_softplus_of_what_is_no_number_of_use(libraries):
     found = gradients(libraries, inputs, sequences, SOFTPLUS, (g, A_log))[0]
     assert all(torch.isfinite(x.float()).all() for x in found)
     assert not any(found[3][i::7].any() for i in range(3))
+
+
+def test_a_gate_that_is_no_number_stays_one(libraries):
+    """It hides in none of its own gradients, and shows in no document that it has nothing to do with."""
+    inputs, sequences = make([2, 1, 3], [0, 5, 64], H=HEADS, K=128, V=128)
+    for x in inputs[:4]:
+        x.copy_(x.bfloat16())
+    inputs[3][2, 1, 17] = torch.nan
+    found = gradients(libraries, inputs, sequences, SOFTPLUS)[0]
+    assert found[3][2, 1, 17].isnan()
+    assert found[6][1, 17].isnan()
+    for x in found[:5]:
+        assert torch.isfinite(x[:2].float()).all()
+        assert torch.isfinite(x[3:].float()).all()

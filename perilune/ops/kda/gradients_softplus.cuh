@@ -45,7 +45,7 @@ __device__ __forceinline__ float through_gate(float dg, float raw, float bias, c
                                               float &d_A) {
   const float z = (raw + bias) * LOG2E, t = power_of_two(-fabsf(z));
   const float decay = rate_of(gate) * softplus_of(z, t), slope = rate_of(gate) * (z > 0.f ? 1.f : t);
-  const bool some = decay < NOTHING;
-  d_A = some ? dg * (-1.f / LOG2E) * decay : 0.f;
-  return some ? -dg * slope * reciprocal(1.f + t) : 0.f;
+  const bool none = decay >= NOTHING;  // not where the gate is no number
+  d_A = none ? 0.f : dg * (-1.f / LOG2E) * decay;
+  return none ? 0.f : -dg * slope * reciprocal(1.f + t);
 }

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from perilune.ops.kda.triton_prepare import CLAMP, HALF, LOG2E, TINY, level_mask, load_rows, log2_decay, sigmoid
+from perilune.ops.kda.triton_prepare import CLAMP, FLOOR, HALF, LOG2E, TINY, level_mask, load_rows, log2_decay, sigmoid
 
 
 @triton.jit
@@ -227,8 +227,9 @@ def key_gradient_kernel(
         dx = dg * (lower_bound * exp_A) * e * s * s
         dA = dx * x
     else:
-        dx = -dg * exp_A * sigmoid(x)
-        dA = dg * logs * (1.0 / LOG2E)
+        # Where nothing is left dg is rounding noise, and e^A may be inf. A gate that is no number stays one.
+        dx = tl.where(logs <= FLOOR, 0.0, -dg * exp_A * sigmoid(x))
+        dA = tl.where(logs <= FLOOR, 0.0, dg * logs * (1.0 / LOG2E))
     dx = tl.where(valid[:, None], dx, 0.0)
     tl.store(d_A + ch * (K // B) + block, tl.sum(tl.where(valid[:, None], dA, 0.0)))
     tl.store(d_bias + ch * K + cols, tl.sum(dx, axis=0))

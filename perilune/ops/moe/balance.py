@@ -73,6 +73,7 @@ def _count(which: torch.Tensor, kinds: int) -> torch.Tensor:
     if not which.is_cuda:
         return torch.bincount(which, minlength=kinds)
     # On a GPU `bincount` reads the largest number back to the host.
+    which = which.long()
     counts = which.new_zeros(kinds)
     return counts.scatter_add_(0, which, which.new_ones(()).expand_as(which))
 

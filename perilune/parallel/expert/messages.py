@@ -37,8 +37,7 @@ def pack(rows: Sequence[torch.Tensor], weights_TJ: torch.Tensor | None, token_P:
     """[P, W]: inputs [T, L] and weights of each payload's token, as words."""
     parts = [*rows, *([] if weights_TJ is None else [weights_TJ])]
     word = _word(parts)
-    # No numbers may have strides that cannot be viewed otherwise.
-    words = [(part.contiguous() if part.numel() else part.new_empty(part.shape)).view(word) for part in parts]
+    words = [_words(part, word) for part in parts]
     if by_kernels(token_P) and word == torch.int32:
         from perilune.parallel.expert.messages_triton import write_messages
 
@@ -111,6 +110,14 @@ def padding(plan: Plan, rank: int, end: int) -> torch.Tensor:
 def _word(parts: Sequence[torch.Tensor]) -> torch.dtype:
     """Not every backend knows every dtype, and rows are only moved."""
     return torch.uint8 if any(part.shape[1] * part.element_size() % 4 for part in parts) else torch.int32
+
+
+def _words(part: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """Its rows as words. One row, or none, is contiguous with any stride, and memory may begin between two words."""
+    begin = part.storage_offset() * part.element_size()
+    if part.stride() != (part.shape[1], 1) or begin % word.itemsize:
+        part = part.new_empty(part.shape).copy_(part)
+    return part.view(word)
 
 
 def _part(message_PW: torch.Tensor, begin: int, numbers: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

@@ -229,10 +229,10 @@ class Ranks:
         leaving = threading.Thread(target=_leave, daemon=True)
         leaving.start()
         # After a failure the others wait for one that is not there.
-        seconds = LEAVE if self.failure is None else 0.0
+        deadline = time.monotonic() + (LEAVE if self.failure is None else 0.0)
         for process in others:
-            processes.end(process, seconds)
-        leaving.join(max(seconds, BLAME))
+            processes.end(process, max(0.0, deadline - time.monotonic()))
+        leaving.join(max(BLAME, deadline - time.monotonic()))
         if leaving.is_alive():
             # What a rank that has ended left unfinished on this GPU may never end.
             with suppress(Exception):
