@@ -117,15 +117,16 @@ class Spread:
                 sizes[matrix.owners[piece.unit]] += piece.numel
         got = self._exchange(back, sizes, like)
         at = [0] * self.ranks
-        result = {}
+        result, views, values = {}, [], []
         for name, part in updates.items():
             matrix, out = self.matrices[name], torch.empty_like(part)
             for piece in matrix.pieces[self.rank]:
                 owner = matrix.owners[piece.unit]
-                view = piece.of_part(out)
-                view.copy_(got[owner][at[owner] : at[owner] + piece.numel].view_as(view))
+                views.append(piece.of_part(out))
+                values.append(got[owner][at[owner] : at[owner] + piece.numel].view_as(views[-1]))
                 at[owner] += piece.numel
             result[name] = out
+        _copy(views, values)
         return result
 
     def _assemble(
@@ -133,6 +134,7 @@ class Spread:
     ) -> dict[tuple[str, int], torch.Tensor]:
         """The units that this rank owns, whole."""
         units: dict[tuple[str, int], torch.Tensor] = {}
+        views, values = [], []
         for source in range(self.ranks):
             at = 0
             for name in updates:
@@ -141,9 +143,10 @@ class Spread:
                     if matrix.owners[piece.unit] != self.rank:
                         continue
                     unit = units.setdefault((name, piece.unit), like.new_empty(matrix.shape))
-                    view = piece.of_unit(unit)
-                    view.copy_(got[source][at : at + piece.numel].view_as(view))
+                    views.append(piece.of_unit(unit))
+                    values.append(got[source][at : at + piece.numel].view_as(views[-1]))
                     at += piece.numel
+        _copy(views, values)
         return units
 
     def _exchange(self, send: list[list[torch.Tensor]], sizes: list[int], like: torch.Tensor) -> list[torch.Tensor]:
@@ -155,6 +158,12 @@ class Spread:
         return list(out.split(sizes))
 
 
+def _copy(views: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """One operation for many small pieces: what one of them costs is the launch."""
+    if views:
+        torch._foreach_copy_(views, values)
+
+
 def _turn_all(
     units: Mapping[tuple[str, int], torch.Tensor], turn: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[tuple[str, int], torch.Tensor]:
@@ -164,7 +173,9 @@ def _turn_all(
         buckets[unit.shape].append(key)
     turned: dict[tuple[str, int], torch.Tensor] = {}
     for keys in buckets.values():
-        turned |= dict(zip(keys, turn(torch.stack([units[key] for key in keys])), strict=True))
+        # A batch may come back transposed; its pieces are sent from rows that lie together.
+        parts = turn(torch.stack([units[key] for key in keys])).contiguous()
+        turned |= dict(zip(keys, parts, strict=True))
     return turned
 
 

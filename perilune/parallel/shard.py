@@ -76,9 +76,11 @@ def shard_model(
 
 def begin_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
     """Say before a micro-batch whether it is the last one of the step."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(zero != 1 or last)
-        model.set_reshard_after_backward(zero == 3 or last)
+    # Each call goes through all modules; what is left out is what FSDP does by itself.
+    if isinstance(model, FSDPModule) and zero == 1:
+        model.set_requires_gradient_sync(last)
+    if isinstance(model, FSDPModule) and zero < 3:
+        model.set_reshard_after_backward(last)
 
 
 def free_gathered(roots: Sequence[nn.Module]) -> None:

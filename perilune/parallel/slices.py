@@ -23,6 +23,7 @@ import torch.distributed as dist
 from perilune.errors import Error
 from perilune.ops.conv import WIDTH
 from perilune.ops.sequences import Sequences
+from perilune.ops.upload import upload
 from perilune.parallel.collectives import rank_in, ranks_of
 
 Order = Literal["contiguous", "zigzag"]
@@ -176,7 +177,7 @@ class Slice(Sequences):
                 at = bisect_right(spans.cuts, row) - 1
                 inside = fragment.continues and row >= spans.whole.offsets[fragment.document]
                 windows.append(slot[at] * halo + halo - (spans.cuts[at + 1] - row) if inside else -1)
-        tails_R, windows_R = (torch.tensor(x, dtype=torch.int64, device=self.device) for x in (tails, windows))
+        tails_R, windows_R = (upload(x, torch.int64, self.device) for x in (tails, windows))
         return tails_R, windows_R
 
     @property
