@@ -11,6 +11,7 @@ Only what the sources in `MODULES` use is here.
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.util
 import sys
 from functools import lru_cache
@@ -281,8 +282,12 @@ def sources():
     }
     kept = {name: sys.modules.get(name) for name in (*fakes, *(ROOM + m for m in MODULES))}
     found = {}
+    # `from triton.experimental import gluon` finds the real one there, where anything has imported it before.
+    parent = importlib.import_module("triton.experimental")
+    real = getattr(parent, "gluon", None)
     try:
         sys.modules.update(fakes)
+        parent.gluon = fakes[base]
         for name in MODULES:
             spec = importlib.util.find_spec(ROOM + name)
             module = importlib.util.module_from_spec(spec)
@@ -290,6 +295,9 @@ def sources():
             sys.modules[ROOM + name] = found[name] = module
             spec.loader.exec_module(module)
     finally:
+        del parent.gluon
+        if real is not None:
+            parent.gluon = real
         for name, module in kept.items():
             if module is None:
                 sys.modules.pop(name, None)
