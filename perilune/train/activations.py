@@ -14,6 +14,7 @@ from perilune.memory.files import FileStore
 from perilune.memory.fit import fit, working_set
 from perilune.memory.lending import Lending, Loan
 from perilune.memory.manager import Memory
+from perilune.memory.pinned import PinnedStore
 from perilune.memory.plan import Plan, load_plan
 from perilune.memory.profile import Profile, device_bytes, predict, profile
 from perilune.memory.stores import MemoryStore, Store
@@ -111,8 +112,6 @@ class Activations:
         wanted = {rule.placement.where for rule in plan.rules}
         host: Store | None = None
         if "host" in wanted and self.device.type == "cuda":
-            from perilune.memory.pinned import PinnedStore
-
             host = PinnedStore(self.device, self.config.host_bytes)
         elif "host" in wanted:
             host = MemoryStore(self.config.host_bytes)
