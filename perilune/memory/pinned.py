@@ -8,6 +8,7 @@ pool. No memory of the device belongs to a side stream.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ class _Pinned:
     bytes: torch.Tensor
     event: torch.cuda.Event
 
+    @property
+    def size(self) -> int:
+        return self.bytes.numel()
+
 
 @dataclass
 class _Ticket:
@@ -47,8 +52,10 @@ class _Ticket:
 
 
 class PinnedStore:
-    """Buffers are kept for the next step, by size; limit: bytes of them in all, 0: no limit.
+    """Buffers are kept for the next step, for tensors as large or up to a fifth smaller. Those that steps of other
+    sizes have left are given up before more is pinned than half as much again as has ever been held at once.
 
+    limit: bytes pinned in all; 0: no limit.
     in_flight: bytes of tensors that have been put and are not freed yet, as their copy out may be under way; half of it
     once tensors are fetched. None: one and a half times `layer`, bytes of the largest layer that a step has had, and
     half a layer once tensors are fetched, which is what may be on its way back later. A tensor that is asked for while
@@ -57,9 +64,9 @@ class PinnedStore:
 
     def __init__(self, device: torch.device, limit: int = 0, in_flight: int | None = None) -> None:
         self.device, self.limit, self.in_flight, self.layer = device, limit, in_flight, 0
-        self.held, self.pinned, self.moved = 0, 0, 0
+        self.held, self.pinned, self.moved, self._most_held = 0, 0, 0, 0
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._free: dict[int, list[_Pinned]] = {}
+        self._free: list[_Pinned] = []  # by size
         self._leaving: deque[_Ticket] = deque()
         self._leaving_bytes = 0
 
@@ -113,7 +120,7 @@ class PinnedStore:
         ticket.back = None
         self._free_source(ticket)
         self.held -= ticket.size
-        self._free.setdefault(ticket.buffer.bytes.numel(), []).append(ticket.buffer)
+        insort(self._free, ticket.buffer, key=_size)
 
     def _most_in_flight(self, halves: int) -> int:
         """halves: of a layer, 3 in a forward pass and 1 in a backward pass."""
@@ -134,9 +141,12 @@ class PinnedStore:
             ticket.source = None
 
     def _buffer(self, size: int) -> _Pinned:
-        if self._free.get(size):
-            return self._free[size].pop()
-        if self.limit and self.pinned + size > self.limit:
+        at = bisect_left(self._free, size, key=_size)
+        if at < len(self._free) and 4 * self._free[at].size <= 5 * size:
+            return self._free.pop(at)
+        self._most_held = max(self._most_held, self.held + size)
+        most = 3 * self._most_held // 2
+        if self.pinned + size > (min(self.limit, most) if self.limit else most):
             self._unpin()
             check_room("memory.host_bytes", self.limit, self.pinned, size)
         try:
@@ -148,11 +158,14 @@ class PinnedStore:
 
     def _unpin(self) -> None:
         """Give up the buffers nobody uses."""
-        for buffers in self._free.values():
-            for buffer in buffers:
-                buffer.event.synchronize()
-                self.pinned -= buffer.bytes.numel()
+        for buffer in self._free:
+            buffer.event.synchronize()
+            self.pinned -= buffer.size
         self._free.clear()
+
+
+def _size(buffer: _Pinned) -> int:
+    return buffer.size
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ Numbers in the comments are those of the public reports this kind of mistake is 
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from memory_models import CPU, World
 from slow_device import LateStore, SlowDevice, use
 
 from perilune import Error
-from perilune.memory import Memory, Plan
+from perilune.memory import Memory, Plan, pinned
 from perilune.memory.pinned import PinnedStore
 
 
@@ -43,7 +44,7 @@ def test_these_tests_see_a_missing_edge(missing: str, monkeypatch: pytest.Monkey
 
     def careless(store: PinnedStore, ticket: Any) -> None:
         ticket.back = None
-        store._free.setdefault(16, []).append(ticket.buffer)
+        store._free.append(ticket.buffer)
 
     failures = 0
     for seed in range(30):
@@ -99,6 +100,36 @@ def test_pinned_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     # A room of another size makes way.
     store.drop(store.put(torch.ones(25)))
     assert store.pinned == 100
+
+
+def test_steps_of_many_sizes_do_not_pin_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged batches: what earlier steps pinned is used again or given up, and a step as the last one pins nothing."""
+    device, made = SlowDevice(0), list[int]()
+    device.install(monkeypatch)
+    pin = pinned._pin
+    monkeypatch.setattr(pinned, "_pin", lambda size: (made.append(size), pin(size))[1])
+    store, most = PinnedStore(CPU), 0
+
+    def step(numbers: int) -> None:
+        nonlocal most
+        tickets = [store.put(torch.full((numbers * part,), float(part))) for part in (3, 1, 2)]
+        most = max(most, store.held)
+        assert store.pinned <= 1.5 * most
+        for part, ticket in zip((2, 1, 3), reversed(tickets), strict=True):
+            back = store.get(ticket)
+            device.finish()
+            assert back.tolist() == [float(part)] * numbers * part
+            store.drop(ticket)
+
+    for numbers in random.Random(0).choices(range(50, 1000), k=100):
+        step(numbers)
+        made.clear()
+        step(numbers)
+        assert not made
+    step(1000)
+    made.clear()
+    step(900)
+    assert not made
 
 
 def test_a_layer_and_a_half_may_be_on_its_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
