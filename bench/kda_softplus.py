@@ -147,16 +147,20 @@ def main() -> None:
     }
     rounds, steep = options.rounds, ("1 %", *EVERYWHERE)
     kinds = [(T, kind) for T in (2048, 8192, 16384, 65536) for kind in ("mild", *(steep if T == 16384 else ()))]
-    found["prepare"] = [prepare_row(T, kind, rounds) for T, kind in kinds]
     cases = [(H, *case) for H in (32, 96) for case in CASES]
-    found["gradients"] = [gradient_row(*case, rounds) for case in cases]
-    found["forward + backward"] = [whole_row(*case, rounds) for case in cases]
-    if options.fla:
-        found["fla"] = [fla(H, rounds) for H in (32, 96)]
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    parts: dict[str, tuple[Callable[..., dict[str, Any]], list[tuple[Any, ...]]]] = {
+        "prepare": (prepare_row, kinds),
+        "gradients": (gradient_row, cases),
+        "forward + backward": (whole_row, cases),
+        "fla": (fla, [(32,), (96,)] if options.fla else []),
+    }
+    for part, (row, rows) in parts.items():
+        for case in rows:
+            found.setdefault(part, []).append(row(*case, rounds))
+            print(part, json.dumps(found[part][-1]), flush=True)
+            if options.out:
+                # Whenever something is measured: the search may be ended.
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Rounds:
             with self.row(name) as row:
                 if isinstance(plan, Plan):
                     rows = predict(noted, plan)
-                    row["predicted_peak_gb"] = (resident(rows) + working) / GB
+                    row["predicted_peak_gb"] = (resident(noted, plan) + working) / GB
                     row["predicted_device_gb"] = device_bytes(rows) / GB
                     row["predicted_host_gb"] = sum(r.stored for r in rows.values()) / GB
 
@@ -155,7 +155,7 @@ def longest(rounds: Rounds, noted: Profile, working: int) -> None:
                 continue
             rows = predict(noted, plan)
             stored = sum(r.stored for r in rows.values()) / tokens
-            most = int(free / (slope + resident(rows) / tokens)) // 128 * 128
+            most = int(free / (slope + resident(noted, plan) / tokens)) // 128 * 128
             row |= {"predicted_tokens": most, "host_gb": stored * most / GB, "ran_tokens": None}
             for _ in range(5 if stored * most < HOST else 0):
                 rounds.note(rounds.rows)

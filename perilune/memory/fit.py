@@ -9,25 +9,25 @@ import torch
 from perilune.errors import Error
 from perilune.memory.manager import AHEAD, Memory
 from perilune.memory.plan import Plan, load_plan, short
-from perilune.memory.profile import Profile, device_bytes, predict
-from perilune.memory.rows import Row
+from perilune.memory.profile import Profile, device_bytes, lasting, predict
 
 # Share of a hidden copy's time by which computation beside it is slower: both use the device's memory.
 _TAX = 0.03
 
 
-def resident(rows: dict[str, Row]) -> int:
-    """Most bytes of a plan on the device in the backward pass: what is kept, and what is on its way back.
+def resident(profile: Profile, plan: Plan) -> int:
+    """Most bytes of a plan on the device in the backward pass: what is kept, what is on its way back, and what has come
+    back and is wanted by several layers.
 
-    That is `Memory.ahead` of the largest layer and up to one tensor more.
+    On its way are `Memory.ahead` of the largest layer and up to one tensor more.
     """
-    moved: dict[str, int] = {}
+    rows, moved = predict(profile, plan), dict[str, int]()
     largest = max((row.stored // max(1, row.count) for row in rows.values()), default=0)
     for name, row in rows.items():
         layer = name.removesuffix(short(name))
         moved[layer] = moved.get(layer, 0) + row.stored
     most = max(moved.values(), default=0)
-    return device_bytes(rows) + min(most, round(AHEAD * most) + largest)
+    return device_bytes(rows) + lasting(profile, plan) + min(most, round(AHEAD * most) + largest)
 
 
 def fit(profile: Profile, budget: int, link: float, host: bool = True, around: int = 0) -> Plan:
@@ -71,11 +71,11 @@ def _cost(profile: Profile, table: dict[str, str], link: float) -> tuple[int, fl
 
     Copies out are hidden behind the forward pass and those back behind a backward pass twice as long, up to a tax.
     """
-    rows = predict(profile, Plan.of(table, required=False))
+    plan = Plan.of(table, required=False)
     again = sum(s for name, s in profile.seconds.items() if table.get(short(name)) == "recompute")
-    copy = sum(row.stored for row in rows.values()) / link
+    copy = sum(row.stored for row in predict(profile, plan).values()) / link
     exposed = max(0.0, copy - profile.forward) + max(0.0, copy - 2 * profile.forward)
-    return resident(rows), again + exposed + 2 * _TAX * copy
+    return resident(profile, plan), again + exposed + 2 * _TAX * copy
 
 
 def working_set(

@@ -246,6 +246,8 @@ class Memory:
         wanted, moves = entry.placement, entry.placement != KEEP and x.dtype == entry.dtype
         if moves and x._version != entry.version:
             raise Error(f"{entry.name} was changed in place after it got its name; name it behind the change")
+        if isinstance(source, Slot):
+            self._order.saved(source)
         if source is None and moves and entry.placement.where != "recompute":
             source = self._slot(entry, x)
             moves = source is not None

@@ -1,4 +1,4 @@
-"""The slots of a step in the order in which they were filled; a backward pass asks for them from the end."""
+"""The slots of a step in the order in which their tensors were saved; a backward pass asks for them from the end."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ class Order:
 
     def add(self, slot: Slot) -> None:
         """A slot that has been filled."""
-        slot.number = len(self._slots)
-        self._slots.append(weakref.ref(slot))
+        self.saved(slot)
         if self._now is not None:
             self._now += slot.bytes
             self.largest = max(self.largest, self._now)
 
+    def saved(self, slot: Slot) -> None:
+        """It was saved by one more operation, whose backward pass asks for it before those of all others."""
+        slot.number = len(self._slots)
+        self._slots.append(weakref.ref(slot))
+
     def fetch_before(self, slot: Slot, ahead: float) -> None:
-        """What was put before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""
-        room = ahead * self.largest
+        """What was saved before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""
+        room, wanted = ahead * self.largest, set[Slot]()
         for reference in reversed(self._slots[: slot.number]):
             earlier = reference()
-            if earlier is None or earlier.there:
+            if earlier is None or earlier.there or earlier in wanted:
                 continue
             if room < 0:
                 break
             room -= earlier.bytes
+            wanted.add(earlier)
             earlier.prefetch()
 
     def release(self) -> None:

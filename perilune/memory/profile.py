@@ -17,12 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from perilune.memory.codec import coded_bytes
-from perilune.memory.plan import KEEP, Plan
+from perilune.memory.plan import KEEP, Placement, Plan
 from perilune.memory.rows import UNNAMED, Row
 from perilune.ops import names as ops_names
 
 # Full names of the regions around something, outermost first.
 _Regions = tuple[str, ...]
+# Layers in the order of the pass, and what lies between them: the how-manieth of these.
+_Part = int
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,17 @@ class _Name:
 
 @dataclass
 class Profile:
-    """sizes: bytes of each storage. saves: (storage, regions around). inputs: region -> (storages, regions around).
+    """sizes: bytes of each storage. saves: (storage, regions around, part of the pass). inputs: of each region,
+    (storages, regions around, part).
 
     remade: bytes, and regions around, of what operations make again by default (`ops.names.remade`).
     seconds: what a name takes to be computed again; forward: what the whole pass takes without that.
     """
 
     sizes: list[int] = field(default_factory=list)
-    saves: set[tuple[int, _Regions]] = field(default_factory=set)
+    saves: set[tuple[int, _Regions, _Part]] = field(default_factory=set)
     names: dict[int, list[_Name]] = field(default_factory=dict)
-    inputs: dict[str, tuple[tuple[int, ...], _Regions]] = field(default_factory=dict)
+    inputs: dict[str, tuple[tuple[int, ...], _Regions, _Part]] = field(default_factory=dict)
     remade: dict[str, tuple[int, _Regions]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     forward: float = 0.0
@@ -70,11 +73,12 @@ class _Recorder:
         self.profile, self._device = Profile(), device
         self._weights = {x.untyped_storage()._cdata for x in weights}
         self._ids: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._prefix, self._quiet = "", False
+        self._prefix, self._part, self._quiet = "", 0, False
         self._regions: _Regions = ()
 
     def layer(self, index: int | None) -> None:
         self._prefix = "" if index is None else f"layers.{index}."
+        self._part += 1
 
     def keep(
         self, name: str, x: torch.Tensor, again: Callable[..., torch.Tensor] | None, args: tuple[Any, ...]
@@ -91,7 +95,7 @@ class _Recorder:
 
     def region(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         name = self._prefix + name
-        self.profile.inputs[name] = (self._storages(args), self._regions)
+        self.profile.inputs[name] = (self._storages(args), self._regions, self._part)
         before, self._regions = self._regions, (*self._regions, name)
         try:
             with self._timed(name, quiet=False):
@@ -105,7 +109,7 @@ class _Recorder:
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         if x.untyped_storage()._cdata not in self._weights:
-            self.profile.saves.add((self._id(x), self._regions))
+            self.profile.saves.add((self._id(x), self._regions, self._part))
         return x.detach()
 
     def _storages(self, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -156,44 +160,79 @@ def profile(forward: Callable[[], torch.Tensor], weights: Iterable[torch.Tensor]
     return noted
 
 
-def predict(profile: Profile, plan: Plan) -> dict[str, Row]:
-    """Rows as `Memory.rows` would have them after such a forward pass under `plan`. Raises Error as `Plan.check`."""
+@dataclass(frozen=True)
+class _Kept:
+    """A storage that a plan leaves to be saved: the name that decides, its placement, the parts that save it."""
+
+    storage: int
+    name: _Name | None
+    placement: Placement
+    parts: set[_Part]
+
+
+def _kept(profile: Profile, plan: Plan) -> tuple[list[_Kept], set[str]]:
+    """What such a forward pass saves, and the regions that it computes again."""
     kinds = profile.kinds()
     plan.check(kinds)
     placements = {name: plan.placement(name, *kind) for name, kind in kinds.items()}
     again = {name for name, (_, movable) in kinds.items() if not movable and placements[name] != KEEP}
-    kept = [storage for storage, regions in profile.saves if not again.intersection(regions)]
-    for name, (inputs, regions) in profile.inputs.items():
+    saved = [(storage, part) for storage, regions, part in profile.saves if not again.intersection(regions)]
+    for name, (inputs, regions, part) in profile.inputs.items():
         if name in again and not again.intersection(regions):
-            kept.extend(inputs)
+            saved.extend((storage, part) for storage in inputs)
+    found: dict[int, _Kept] = {}
+    while saved:
+        storage, part = saved.pop()
+        if storage not in found:
+            given = [n for n in profile.names.get(storage, ()) if not again.intersection(n.regions)]
+            placement = placements[given[-1].name] if given else KEEP
+            found[storage] = _Kept(storage, given[-1] if given else None, placement, set())
+        one = found[storage]
+        if part not in one.parts and one.name is not None and one.placement.where == "recompute":
+            saved.extend((needed, part) for needed in one.name.needs)
+        one.parts.add(part)
+    return list(found.values()), again
+
+
+def predict(profile: Profile, plan: Plan) -> dict[str, Row]:
+    """Rows as `Memory.rows` would have them after such a forward pass under `plan`. Raises Error as `Plan.check`."""
+    kept, again = _kept(profile, plan)
     rows: dict[str, Row] = {}
     for name, (size, regions) in profile.remade.items():
         if plan.keeps(name) and not again.intersection(regions):
             row = rows.setdefault(UNNAMED, Row(str(KEEP)))
             row.count, row.before, row.device = row.count + 1, row.before + size, row.device + size
-    done: set[int] = set()
-    while kept:
-        storage = kept.pop()
-        if storage in done:
-            continue
-        done.add(storage)
-        given = [n for n in profile.names.get(storage, ()) if not again.intersection(n.regions)]
-        placement = placements[given[-1].name] if given else KEEP
-        row = rows.setdefault(given[-1].name if given else UNNAMED, Row(str(placement)))
-        size = profile.sizes[storage]
+    for one in kept:
+        row = rows.setdefault(one.name.name if one.name else UNNAMED, Row(str(one.placement)))
+        size = profile.sizes[one.storage]
         row.count += 1
         row.before += size
-        if placement.where == "recompute":
-            kept.extend(given[-1].needs)
+        if one.placement.where == "recompute":
             continue
-        after = coded_bytes(size // given[-1].itemsize) if placement.fp8 else size
-        row.device += after if placement.where == "device" else 0
-        row.stored += after if placement.where != "device" else 0
+        after = _after(profile, one)
+        row.device += after if one.placement.where == "device" else 0
+        row.stored += after if one.placement.where != "device" else 0
     return rows
+
+
+def _after(profile: Profile, one: _Kept) -> int:
+    """Bytes of what is kept on the device or elsewhere, as FP8 if the plan says so."""
+    size = profile.sizes[one.storage]
+    return coded_bytes(size // one.name.itemsize) if one.placement.fp8 and one.name is not None else size
+
+
+def lasting(profile: Profile, plan: Plan) -> int:
+    """Most bytes at once of what is moved, fetched for a late part of the pass, and wanted for an earlier one too."""
+    spans = [
+        (min(one.parts), max(one.parts), _after(profile, one))
+        for one in _kept(profile, plan)[0]
+        if one.placement.where not in ("device", "recompute") and len(one.parts) > 1
+    ]
+    return max((sum(size for first, last, size in spans if first < part <= last) for _, part, _ in spans), default=0)
 
 
 def device_bytes(rows: dict[str, Row]) -> int:
     return sum(row.device for row in rows.values())
 
 
-__all__ = ["Profile", "device_bytes", "predict", "profile"]
+__all__ = ["Profile", "device_bytes", "lasting", "predict", "profile"]

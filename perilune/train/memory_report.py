@@ -53,7 +53,7 @@ def memory_report(config: TrainConfig) -> str:
         alive = _census(memory, forward, predicted, device)
         waits, peak = _waits(memory, forward, device)
         if peak is not None:
-            expected = resident(predicted) + working_set(forward, weights, noted, device)
+            expected = resident(noted, plan) + working_set(forward, weights, noted, device)
             both = (expected, peak)
         seen = Seen(memory.rows, alive, recompute_flops(forward), waits, None if peak is None else both)
         samples, backward = _samples(memory, forward)

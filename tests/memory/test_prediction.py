@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from memory_models import CPU, World
@@ -11,7 +13,8 @@ from perilune import Error
 from perilune.memory import Memory, MemoryStore, Plan
 from perilune.memory.census import Census
 from perilune.memory.fit import fit, resident
-from perilune.memory.profile import Profile, device_bytes, predict, profile
+from perilune.memory.profile import Profile, device_bytes, lasting, predict, profile
+from perilune.ops.names import keep, layer
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +64,7 @@ def test_plans_order_as_they_should(noted: Profile) -> None:
 def test_fit_keeps_within_its_budget(share: float, world: World, noted: Profile) -> None:
     whole = device_bytes(predict(noted, Plan()))
     plan = fit(noted, int(share * whole), link=1e9)
-    rows = predict(noted, plan)
-    assert resident(rows) <= share * whole
+    assert resident(noted, plan) <= share * whole
     assert bool(plan.rules) == (share < 1)
     loss, gradients = world.step(None)
     got, found = world.step(Memory(plan, world.weights, MemoryStore()))
@@ -81,6 +83,71 @@ def test_fit_weighs_time(noted: Profile) -> None:
     with pytest.raises(Error, match="the least that can be reached"):
         fit(noted, most, 1e9, around=most)
     assert len(fit(noted, most, 1e30, host=False).rules) > 0
+
+
+class Elsewhere(MemoryStore):
+    """Notes which puts are fetched, in order, and the bytes that have been fetched and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts, self.fetched, self.back = list[int](), list[int](), dict[int, torch.Tensor]()
+        self._alive: list[weakref.ref[torch.Tensor]] = []
+
+    def put(self, flat: torch.Tensor) -> torch.Tensor:
+        ticket = super().put(flat)
+        self.puts.append(ticket.data_ptr())
+        return ticket
+
+    def prefetch(self, ticket: torch.Tensor) -> None:
+        key = ticket.data_ptr()
+        if key not in self.back:
+            self.fetched.append(self.puts.index(key))
+            self.back[key] = ticket.clone()
+            self._alive.append(weakref.ref(self.back[key]))
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        self.prefetch(ticket)
+        return self.back.pop(ticket.data_ptr())
+
+    def alive(self) -> int:
+        return sum(x.nbytes for x in (reference() for reference in self._alive) if x is not None)
+
+
+def test_what_all_layers_want_stays_once_it_is_back() -> None:
+    """The sums of blocks of attention residuals: the last layer asks for them first, and earlier ones still need them.
+
+    They were put first, but what is wanted next is what was saved next to them, not what was put before them.
+    """
+    layers, width = 8, 1000
+    weights = [torch.full((width,), 1.0 + i, requires_grad=True) for i in range(layers)]
+
+    def forward() -> torch.Tensor:
+        blocks, x = list[torch.Tensor](), torch.ones(width)
+        for i, w in enumerate(weights):
+            layer(i)
+            x = keep("h", x * w)
+            x = keep("a", x.sin())
+            for block in blocks:
+                x = x + block * block
+            x = x * w
+            if i < 3:
+                blocks.append(keep("block", x.cos()))
+        layer(None)
+        return (x * sum(block * block for block in blocks)).sum()
+
+    noted, plan, store = profile(forward, weights, CPU), Plan.of({"*": "host"}), Elsewhere()
+    memory, most = Memory(plan, weights, store), [0]
+    memory.watch = lambda asked: most.append(store.alive() if asked else 0)
+    with memory.step():
+        forward().backward()
+    assert lasting(noted, plan) == 3 * 4 * width
+    expected = resident(noted, plan) - device_bytes(predict(noted, plan))
+    # The tensor that is in use is of the working set.
+    assert expected - 4 * width <= max(most) - 4 * width <= expected
+    first = store.fetched[: 3 + layers // 2]
+    blocks = {2, 5, 8}  # of what was put
+    assert blocks < set(first)
+    assert all(i in blocks or i > len(store.puts) // 2 for i in first), first
 
 
 def test_what_cannot_be_reached(noted: Profile) -> None:

@@ -23,8 +23,8 @@ from perilune.train.pieces import pieces
 from perilune.train.qk_clip import peaks
 from perilune.train.ranks import _reduce
 
-# Neither launches anything on a GPU.
-SILENT = ("view", "expand", "split", "empty", "detach", "transpose", "unsafe_view")
+# None launches anything on a GPU.
+SILENT = ("view", "expand", "split", "empty", "detach", "transpose", "unsafe_view", "promote_types")
 
 
 class Launches(TorchDispatchMode):
