@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from perilune.ops.kda.triton_forward import EPS, Inputs, Prepared, prepare, room
 from perilune.ops.kda.triton_prepare import prepare_kernel
 from perilune.ops.sequences import Sequences
 
+os.environ.setdefault("FLA_FLASH_KDA", "0")  # fla's own kernels; it would call FlashKDA where that is installed
 SAFE, SOFTPLUS = Gate("safe", -5.0), Gate("softplus")
 DIM = 128
 CASES = ((SAFE, "mild"), (SOFTPLUS, "mild"), (SOFTPLUS, "1 %"), (SOFTPLUS, "all"))
