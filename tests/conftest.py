@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator
 
 # Before torch starts its threads: tests run one process a core, and sums keep one order.
@@ -40,7 +41,10 @@ def no_group_is_left() -> Iterator[None]:
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        # Beside ranks that are gone it may never end.
+        leaving = threading.Thread(target=distributed.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(20)
         pytest.fail("a test of this module left a process group of torch.distributed behind")
 
 

@@ -31,6 +31,7 @@ from perilune.serve.request import Output, Params
 T = TypeVar("T")
 Tell = Callable[[BaseException], None]
 _IDLE = 0.002  # seconds between looks at an engine that waits for copies or for memory
+_LOOK = 0.25  # seconds between looks whether an engine has failed
 _LOST = 5.0  # seconds that an engine which has failed has to come out of its step
 _FAILURES = 64  # steps in a row that raise before the engine is given up
 
@@ -78,6 +79,7 @@ class AsyncLLM:
         self._gate = threading.Lock()  # between asking whether the thread runs and asking it for something
         self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._mind, name="perilune-mind", daemon=True).start()
 
     async def stream(self, prompt: Prompt, params: Params | None = None, **options: Any) -> AsyncGenerator[Delta, None]:
         """Deltas of one request. The first is empty and comes once the request is accepted: it has the id.
@@ -127,14 +129,7 @@ class AsyncLLM:
         self._closing = True
         self._send(lambda: None)  # wakes the thread
         end = None if seconds is None else time.monotonic() + seconds
-        lost: float | None = None
         while not self._stopped.is_set():
-            failure = self.failure
-            if failure is not None:
-                lost = lost or time.monotonic() + _LOST
-                if time.monotonic() > lost:
-                    self._give_up(failure)  # its thread waits for a rank that is not there
-                    return
             if end is not None and time.monotonic() >= end:
                 self._send(self._abort_all)
                 end = None
@@ -163,6 +158,12 @@ class AsyncLLM:
                 self._commands.put((command, tell))
             elif tell is not None:
                 raise self._over("the engine has been drained; it takes no request")
+
+    def _mind(self) -> None:
+        """Wait for a failure after which the engine's thread never comes out of its step."""
+        while not self._stopped.wait(_LOOK):
+            if self.failure is not None and not self._stopped.wait(_LOST):
+                self._give_up(self.failure)
 
     def _lose(self, failure: str) -> None:
         """Nothing comes any more: tell all who wait."""

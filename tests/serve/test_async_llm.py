@@ -332,7 +332,10 @@ def test_a_drain_ends_when_all_have_left_an_engine_that_cannot_step() -> None:
     run(main())
 
 
-def test_a_thread_that_never_comes_back_is_given_up_and_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_thread_that_never_comes_back_is_given_up_and_all_are_told(
+    drained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with a rank that is gone while the engine waits for it: those whom it never heard wait as well."""
     monkeypatch.setattr("perilune.serve.async_llm._LOST", 0.0)
     inner, inside, go = llm_of(), threading.Event(), threading.Event()
@@ -350,7 +353,8 @@ def test_a_thread_that_never_comes_back_is_given_up_and_all_are_told(monkeypatch
         while not inside.is_set():
             await asyncio.sleep(0)
         monkeypatch.setattr(LLM, "failure", "a rank has ended")
-        await llm.drain()
+        if drained:
+            await llm.drain()
 
         async def rest() -> None:
             async for _ in running:
@@ -360,6 +364,7 @@ def test_a_thread_that_never_comes_back_is_given_up_and_all_are_told(monkeypatch
             with pytest.raises(EngineError, match="a rank has ended") as error:
                 await one
             assert error.value.kind == "failed"
+        await llm.drain()
         go.set()
         llm._thread.join(30)  # it has come back after all, and ends
         assert not llm._thread.is_alive()

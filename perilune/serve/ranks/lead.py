@@ -7,6 +7,7 @@ Tensors (tokens that are on the device only, hidden states, new weights) go thro
 from __future__ import annotations
 
 import datetime
+import logging
 import tempfile
 import threading
 import time
@@ -30,6 +31,7 @@ from perilune.serve.ranks.link import Link, Transport, connect
 from perilune.serve.ranks.segments import WholePools
 from perilune.serve.ranks.shard import BALANCED, Place, load_part
 
+log = logging.getLogger(__name__)
 LEAVE = 10.0  # seconds that the ranks of a sound engine have to leave each other
 BLAME = 2.0  # seconds after a failed collective in which the rank that was the reason says so
 
@@ -169,8 +171,7 @@ class Ranks:
             # Whoever waits for that rank waits no longer: in shared memory, or inside a collective.
             if self.link.symmetric is not None:
                 threading.Thread(target=self.link.symmetric.release, args=(BLAME,), daemon=True).start()
-            with suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
+            _abort()
 
     def later(self, name: str, *arguments: Any) -> None:
         """Tell all ranks with the next `now`."""
@@ -217,28 +218,41 @@ class Ranks:
         return WholePools(pools, self, whole)
 
     def close(self) -> None:
-        """End the other processes and leave their group."""
+        """End the other processes and leave their group, within LEAVE seconds and a few.
+
+        What a rank that has ended left unfinished on this GPU may keep this process from leaving; that is logged.
+        """
         others, self._processes = self._processes, []
         if not others:
             return
         if self.failure is None:
             with suppress(Error):
                 self.now("end")
-            self.forget_graphs()
-        # All leave at the same time: NCCL lets nobody go who is alone.
-        leaving = threading.Thread(target=_leave, daemon=True)
+        # All leave at the same time: NCCL lets nobody go who is alone. After a failure there is none to wait for.
+        sound = self.failure is None
+        deadline = time.monotonic() + (LEAVE if sound else BLAME)
+        leaving = threading.Thread(target=self._leave, args=(sound,), daemon=True)
         leaving.start()
-        # After a failure the others wait for one that is not there.
-        deadline = time.monotonic() + (LEAVE if self.failure is None else 0.0)
         for process in others:
-            processes.end(process, max(0.0, deadline - time.monotonic()))
+            processes.end(process, max(0.0, deadline - time.monotonic()) if sound else 0.0)
         leaving.join(max(BLAME, deadline - time.monotonic()))
-        if leaving.is_alive():
-            # What a rank that has ended left unfinished on this GPU may never end.
-            with suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
-            leaving.join(BLAME)
+        if leaving.is_alive() and sound:
+            aborting = threading.Thread(target=_abort, daemon=True)
+            aborting.start()
+            aborting.join(BLAME)
+        if dist.is_initialized():
+            log.warning("ranks: the process group could not be left; this process should end")
         self._folder.cleanup()
+
+    def _leave(self, together: bool) -> None:
+        """together: with the other ranks; otherwise without waiting for any."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.forget_graphs()
+        if not together:
+            _abort()
+        if dist.is_initialized():  # gloo cannot be aborted, and waits for nobody
+            _leave()
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -251,6 +265,11 @@ class Ranks:
 def _leave() -> None:
     with suppress(Exception):
         dist.destroy_process_group()
+
+
+def _abort() -> None:
+    with suppress(Exception):
+        dist.distributed_c10d._abort_process_group()
 
 
 __all__ = ["Ranks", "Setup", "meet", "take_device"]
