@@ -9,7 +9,8 @@ import torch
 from perilune.errors import Error
 from perilune.memory.manager import AHEAD, Memory
 from perilune.memory.plan import Plan, load_plan, short
-from perilune.memory.profile import Profile, device_bytes, lasting, predict
+from perilune.memory.profile import Profile, device_bytes, predict, predict_both
+from perilune.memory.rows import Row
 
 # Share of a hidden copy's time by which computation beside it is slower: both use the device's memory.
 _TAX = 0.03
@@ -21,13 +22,17 @@ def resident(profile: Profile, plan: Plan) -> int:
 
     On its way are `Memory.ahead` of the largest layer and up to one tensor more.
     """
-    rows, moved = predict(profile, plan), dict[str, int]()
+    return _resident(*predict_both(profile, plan))
+
+
+def _resident(rows: dict[str, Row], lasting: int) -> int:
+    moved: dict[str, int] = {}
     largest = max((row.stored // max(1, row.count) for row in rows.values()), default=0)
     for name, row in rows.items():
         layer = name.removesuffix(short(name))
         moved[layer] = moved.get(layer, 0) + row.stored
     most = max(moved.values(), default=0)
-    return device_bytes(rows) + lasting(profile, plan) + min(most, round(AHEAD * most) + largest)
+    return device_bytes(rows) + lasting + min(most, round(AHEAD * most) + largest)
 
 
 def fit(profile: Profile, budget: int, link: float, host: bool = True, around: int = 0) -> Plan:
@@ -71,11 +76,11 @@ def _cost(profile: Profile, table: dict[str, str], link: float) -> tuple[int, fl
 
     Copies out are hidden behind the forward pass and those back behind a backward pass twice as long, up to a tax.
     """
-    plan = Plan.of(table, required=False)
+    rows, lasting = predict_both(profile, Plan.of(table, required=False))
     again = sum(s for name, s in profile.seconds.items() if table.get(short(name)) == "recompute")
-    copy = sum(row.stored for row in predict(profile, plan).values()) / link
+    copy = sum(row.stored for row in rows.values()) / link
     exposed = max(0.0, copy - profile.forward) + max(0.0, copy - 2 * profile.forward)
-    return resident(profile, plan), again + exposed + 2 * _TAX * copy
+    return _resident(rows, lasting), again + exposed + 2 * _TAX * copy
 
 
 def working_set(

@@ -52,8 +52,8 @@ class _Ticket:
 
 
 class PinnedStore:
-    """Buffers are kept for the next step, for tensors as large or up to a fifth smaller. Those that steps of other
-    sizes have left are given up before more is pinned than half as much again as has ever been held at once.
+    """Buffers are kept for the next step, for tensors as large or, without a limit, up to a fifth smaller. Those that
+    steps of other sizes have left are given up before more is pinned than half as much again as was ever held at once.
 
     limit: bytes pinned in all; 0: no limit.
     in_flight: bytes of tensors that have been put and are not freed yet, as their copy out may be under way; half of it
@@ -142,7 +142,8 @@ class PinnedStore:
 
     def _buffer(self, size: int) -> _Pinned:
         at = bisect_left(self._free, size, key=_size)
-        if at < len(self._free) and 4 * self._free[at].size <= 5 * size:
+        # A limit is of what is held, so nothing is wasted under one.
+        if at < len(self._free) and self._free[at].size <= (size if self.limit else 5 * size // 4):
             return self._free.pop(at)
         self._most_held = max(self._most_held, self.held + size)
         most = 3 * self._most_held // 2

@@ -196,43 +196,40 @@ def _kept(profile: Profile, plan: Plan) -> tuple[list[_Kept], set[str]]:
 
 def predict(profile: Profile, plan: Plan) -> dict[str, Row]:
     """Rows as `Memory.rows` would have them after such a forward pass under `plan`. Raises Error as `Plan.check`."""
+    return predict_both(profile, plan)[0]
+
+
+def predict_both(profile: Profile, plan: Plan) -> tuple[dict[str, Row], int]:
+    """`predict`, and the bytes that last: most of what is moved that a late part of the pass has fetched while an
+    earlier one wants it too."""
     kept, again = _kept(profile, plan)
     rows: dict[str, Row] = {}
+    spans: list[tuple[_Part, _Part, int]] = []
     for name, (size, regions) in profile.remade.items():
         if plan.keeps(name) and not again.intersection(regions):
             row = rows.setdefault(UNNAMED, Row(str(KEEP)))
             row.count, row.before, row.device = row.count + 1, row.before + size, row.device + size
     for one in kept:
         row = rows.setdefault(one.name.name if one.name else UNNAMED, Row(str(one.placement)))
-        size = profile.sizes[one.storage]
+        size = after = profile.sizes[one.storage]
         row.count += 1
         row.before += size
         if one.placement.where == "recompute":
             continue
-        after = _after(profile, one)
-        row.device += after if one.placement.where == "device" else 0
-        row.stored += after if one.placement.where != "device" else 0
-    return rows
-
-
-def _after(profile: Profile, one: _Kept) -> int:
-    """Bytes of what is kept on the device or elsewhere, as FP8 if the plan says so."""
-    size = profile.sizes[one.storage]
-    return coded_bytes(size // one.name.itemsize) if one.placement.fp8 and one.name is not None else size
-
-
-def lasting(profile: Profile, plan: Plan) -> int:
-    """Most bytes at once of what is moved, fetched for a late part of the pass, and wanted for an earlier one too."""
-    spans = [
-        (min(one.parts), max(one.parts), _after(profile, one))
-        for one in _kept(profile, plan)[0]
-        if one.placement.where not in ("device", "recompute") and len(one.parts) > 1
-    ]
-    return max((sum(size for first, last, size in spans if first < part <= last) for _, part, _ in spans), default=0)
+        if one.placement.fp8 and one.name is not None:
+            after = coded_bytes(size // one.name.itemsize)
+        if one.placement.where == "device":
+            row.device += after
+        else:
+            row.stored += after
+            spans.append((min(one.parts), max(one.parts), after))
+    ends = {last for first, last, _ in spans if first < last}
+    lasting = max((sum(size for first, last, size in spans if first < part <= last) for part in ends), default=0)
+    return rows, lasting
 
 
 def device_bytes(rows: dict[str, Row]) -> int:
     return sum(row.device for row in rows.values())
 
 
-__all__ = ["Profile", "device_bytes", "lasting", "predict", "profile"]
+__all__ = ["Profile", "device_bytes", "predict", "predict_both", "profile"]

@@ -184,6 +184,7 @@ class AsyncLLM:
         for tell in waiting:
             if tell is not None:
                 tell(EngineError(failure, "failed"))
+        self._commands.put((lambda: None, None))  # a thread that waits for commands ends
 
     # --- the engine's thread
 

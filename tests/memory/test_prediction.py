@@ -13,7 +13,7 @@ from perilune import Error
 from perilune.memory import Memory, MemoryStore, Plan
 from perilune.memory.census import Census
 from perilune.memory.fit import fit, resident
-from perilune.memory.profile import Profile, device_bytes, lasting, predict, profile
+from perilune.memory.profile import Profile, device_bytes, predict, predict_both, profile
 from perilune.ops.names import keep, layer
 
 
@@ -140,7 +140,7 @@ def test_what_all_layers_want_stays_once_it_is_back() -> None:
     memory.watch = lambda asked: most.append(store.alive() if asked else 0)
     with memory.step():
         forward().backward()
-    assert lasting(noted, plan) == 3 * 4 * width
+    assert predict_both(noted, plan)[1] == 3 * 4 * width
     expected = resident(noted, plan) - device_bytes(predict(noted, plan))
     # The tensor that is in use is of the working set.
     assert expected - 4 * width <= max(most) - 4 * width <= expected

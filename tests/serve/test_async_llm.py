@@ -372,6 +372,24 @@ def test_a_thread_that_never_comes_back_is_given_up_and_all_are_told(
     run(main())
 
 
+def test_an_engine_that_fails_with_nothing_to_do_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.serve.async_llm._LOST", 0.0)
+
+    async def main() -> None:
+        llm = AsyncLLM(llm_of())
+        await llm.generate(prompt(30, 0), GREEDY)
+        monkeypatch.setattr(LLM, "failure", "a rank has ended")
+        while llm._thread.is_alive():
+            await asyncio.sleep(0.01)
+        for one in (llm.generate(prompt(30, 2), GREEDY), llm.call(leased)):
+            with pytest.raises(EngineError, match="a rank has ended") as error:
+                await one
+            assert error.value.kind == "failed"
+        await llm.drain()
+
+    run(main())
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_breaks_is_told_to_all() -> None:
     async def main() -> None:
