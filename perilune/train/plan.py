@@ -10,7 +10,6 @@ Legend: T tokens of a rank in one micro-batch, M micro-batches of a rank in one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -26,7 +25,7 @@ from perilune.parallel.tensor import check_ranks
 from perilune.parallel.tensor_model import CUT
 from perilune.train.config import TrainConfig
 from perilune.train.flops import count_flops
-from perilune.train.plan_ranks import bubble, documents, is_here, itemsize, live_micro_batches, numel, of_rank
+from perilune.train.plan_ranks import Part, bubble, documents, is_here, itemsize, live_micro_batches, numel, of_rank
 from perilune.train.plan_traffic import collective_bytes
 
 
@@ -111,14 +110,12 @@ def plan(config: TrainConfig, shape: ModelConfig, gpus: int) -> Plan:
     muon = muon_heads(model).keys()
     places = places_of(shape, parallel.pp, parallel.schedule, parallel.virtual)
     micro = config.accumulate // first.data[1]
-    ranks = []
+    parts = []
     for stage in range(parallel.pp):
         mesh = without_groups(gpus, axes, stage * (gpus // parallel.pp))
-        mine = of_rank(places, stage, config)
-        ranks.append(_rank(config, shape, mesh, mine, shapes, muon, micro))
+        parts.append(Part(config, shape, mesh, of_rank(places, stage, config), shapes, muon, micro))
+    ranks = [_rank(part) for part in parts]
     busiest = ranks.index(max(ranks, key=lambda rank: rank.total))
-    mesh = without_groups(gpus, axes, busiest * (gpus // parallel.pp))
-    mine = of_rank(places, busiest, config)
     rows = first.rows(config.data.batch_tokens)
     size = itemsize(config)
     counts = count_flops(shape)
@@ -131,7 +128,7 @@ def plan(config: TrainConfig, shape: ModelConfig, gpus: int) -> Plan:
         tokens=config.data.batch_tokens * config.accumulate,
         micro_batches=micro,
         ranks=tuple(ranks),
-        collectives=collective_bytes(config, shape, mesh, mine, shapes, muon, micro),
+        collectives=collective_bytes(parts[busiest]),
         hops=tuple((1 + hop_blocks(shape, p)) * rows * shape.hidden_size * size for p in places[1:]),
         bubble=bubble(config, micro),
         flops=counts.train(whole) * config.accumulate / gpus,
@@ -153,18 +150,11 @@ def check(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> None:
         check_micro_batches(config.accumulate // mesh.data[1], config.parallel.pp, config.parallel.schedule)
 
 
-def _rank(
-    config: TrainConfig,
-    shape: ModelConfig,
-    mesh: Mesh,
-    places: list[Place],
-    shapes: dict[str, tuple[int, ...]],
-    muon: Container[str],
-    micro: int,
-) -> Rank:
+def _rank(part: Part) -> Rank:
+    config, shape, mesh, places = part.config, part.shape, part.mesh, part.places
     zero, low = config.parallel.zero if mesh.part[1] > 1 else 0, config.dtype == "bfloat16"
     size = itemsize(config)
-    sharded = frozenset(n for n in shapes if not left_whole(n, mesh)) if zero else frozenset()
+    sharded = frozenset(n for n in part.shapes if not left_whole(n, mesh)) if zero else frozenset()
     layout = Layout(shape, mesh, CUT, sharded)
     unsharded = Layout(shape, mesh, CUT)
     # Stages reduce gradients after a step's last micro-batch, and free weights gathered for a backward pass then.
@@ -172,7 +162,7 @@ def _rank(
     once = zero == 1 or staged
     numbers = weights = gradients = optimizer = 0
     gathered = {"root": 0}
-    for name, whole in shapes.items():
+    for name, whole in part.shapes.items():
         if not is_here(name, places):
             continue
         held = sum(box.numel for box in layout.boxes(name, whole))
@@ -183,19 +173,19 @@ def _rank(
         if name in sharded:
             weights += held * wide
             gradients += (full if once else held) * wide
-            parts = name.split(".")
-            module = ".".join(parts[:3]) if parts[0] == "layers" and parts[2] in ("attn", "ffn") else "root"
+            words = name.split(".")
+            module = ".".join(words[:3]) if words[0] == "layers" and words[2] in ("attn", "ffn") else "root"
             gathered[module] = gathered.get(module, 0) + full * size
         else:
             # Short weights have a float32 copy; their gradients become float32 one after the other.
             weights += held * (size + 4 if low and not kept else wide)
             gradients += held * wide
-        optimizer += held * (wide if name in muon else 2 * wide)
+        optimizer += held * (wide if name in part.muon else 2 * wide)
     root = gathered.pop("root")
     # Two modules at a time: the one that computes and the next one on its way.
     layers = sum(sorted(gathered.values())[-2:]) if zero == 3 and not staged else sum(gathered.values())
     stage = mesh.places[0]
-    live = live_micro_batches(config, stage, micro)
+    live = live_micro_batches(config, stage, part.micro)
     layers_of = [dataclasses.replace(p, first=i, last=i + 1) for p in places for i in range(p.first, p.last)]
     kept_by = [activation_bytes(config, shape, mesh, dataclasses.replace(one, index=1, count=3)) for one in layers_of]
     activations = sum(activation_bytes(config, shape, mesh, place) for place in places) * live

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
 from math import ceil
 
 import torch
 
 from perilune.config import ModelConfig
+from perilune.parallel.mesh import Mesh
 from perilune.parallel.stages import Place, places_of, rank_of
 from perilune.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the bytes of a rank follow from. mesh: as that rank sees it; places: its stages of the pipeline.
+
+    shapes: of all parameters by name; muon: names of those that Muon trains; micro: micro-batches of a step.
+    """
+
+    config: TrainConfig
+    shape: ModelConfig
+    mesh: Mesh
+    places: list[Place]
+    shapes: dict[str, tuple[int, ...]]
+    muon: Container[str]
+    micro: int
 
 
 def of_rank(places: list[Place], rank: int, config: TrainConfig) -> list[Place]:
@@ -68,6 +87,7 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 __all__ = [
+    "Part",
     "bubble",
     "documents",
     "following",

@@ -5,39 +5,28 @@ Legend as in `train.plan`.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from math import ceil
 
-from perilune.config import ModelConfig
 from perilune.ops.conv import WIDTH
 from perilune.ops.sequences import Sequences
 from perilune.parallel.expert.model import is_stacked
 from perilune.parallel.fragments import exchange_bytes
 from perilune.parallel.layout import Layout
-from perilune.parallel.mesh import Mesh
 from perilune.parallel.slices import cut_stream
-from perilune.parallel.stages import Place, hop_blocks
+from perilune.parallel.stages import hop_blocks
 from perilune.parallel.tensor_model import CUT
-from perilune.train.config import TrainConfig
-from perilune.train.plan_ranks import following, is_here, itemsize
+from perilune.train.plan_ranks import Part, following, is_here, itemsize
 
 
-def collective_bytes(
-    config: TrainConfig,
-    shape: ModelConfig,
-    mesh: Mesh,
-    places: list[Place],
-    shapes: dict[str, tuple[int, ...]],
-    muon: Container[str],
-    micro: int,
-) -> dict[str, int]:
+def collective_bytes(part: Part) -> dict[str, int]:
+    config, shape, mesh, places, micro = part.config, part.shape, part.mesh, part.places, part.micro
     b, wide = itemsize(config), max(4, itemsize(config))
     _, _, _, cp, tp = mesh.sizes
     zero = config.parallel.zero if mesh.part[1] > 1 else 0
     unsharded = Layout(shape, mesh, CUT)
     full = {
         name: sum(box.numel for box in unsharded.boxes(name, whole))
-        for name, whole in shapes.items()
+        for name, whole in part.shapes.items()
         if is_here(name, places)
     }
     experts = sum(n for name, n in full.items() if is_stacked(name) and mesh.shards > 1)
@@ -86,7 +75,7 @@ def collective_bytes(
         into = sum(1 + hop_blocks(shape, place) for place in places if place.index)
         back = sum(1 + hop_blocks(shape, place) for place in following(shape, config, places))
         out["pipeline hops"] = (into + back) * rows * shape.hidden_size * b * micro
-    spread = sum(n for name, n in full.items() if name in muon and not is_stacked(name))
+    spread = sum(n for name, n in full.items() if name in part.muon and not is_stacked(name))
     if zero:
         out["Muon"] = 2 * spread * wide // mesh.part[1]
     return out
