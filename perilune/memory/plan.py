@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -92,10 +93,11 @@ class Plan:
     def check(self, names: Mapping[str, tuple[bool, bool]]) -> None:
         """Raises Error for a required rule that applies to none of the names, given with (again, movable)."""
         for rule in self.rules:
-            able = sorted({short(name) for name, kind in names.items() if possible(rule.placement, *kind)})
-            if rule.required and not any(
-                rule.matches(n) for n, kind in names.items() if possible(rule.placement, *kind)
-            ):
+            if not rule.required:
+                continue
+            possibly = [name for name, kind in names.items() if possible(rule.placement, *kind)]
+            if not any(map(rule.matches, possibly)):
+                able = sorted(set(map(short, possibly)))
                 near = difflib.get_close_matches(rule.pattern, able, 3, 0.3) or able
                 raise Error(
                     f"memory plan: pattern {rule.pattern!r} matches no name that can be {rule.placement}; "
@@ -110,6 +112,7 @@ def possible(placement: Placement, again: bool, movable: bool) -> bool:
     return again if placement.where == "recompute" else movable
 
 
+@cache
 def short(name: str) -> str:
     """A name without its layer."""
     return name.split(".", 2)[2] if name.startswith("layers.") else name
