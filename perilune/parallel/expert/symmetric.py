@@ -92,6 +92,8 @@ class Symmetric:
         self._handle: Any = None
         self._handle = self._rendezvous(torch.uint8, (16,))[1]
         self._waited = [self._handle]  # whose signals somebody may wait for
+        # A kernel may wait for all that run when it is loaded (CUDA's lazy loading); that of `release` must not then.
+        torch.empty(self._handle.signal_pad_size // 4, dtype=torch.int32, device=self.device).fill_(1)
 
     def share(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         mine, handle = self._rendezvous(dtype, shape)
