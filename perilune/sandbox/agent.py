@@ -257,6 +257,9 @@ class Agent(asyncio.Protocol):
 
         try:
             code = await self._answered(stream, path, whole())
+        except BaseException:
+            self.send(Frame.DISCARD, stream.number, _U32.pack(0))  # the guest removes what it has of the new file
+            raise
         finally:
             self.forget(stream.number)
         if code:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import posixpath
 import secrets
 import shlex
 import tarfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from perilune.sandbox.driver import Command
-from perilune.sandbox.errors import GuestError
+from perilune.sandbox.errors import GuestError, SandboxError
 from perilune.sandbox.manager import READ_LIMIT, Manager
 from perilune.sandbox.untar import extract
 
-_TAR_S = 300.0
+_TAR_S, _REMOVE_S = 300.0, 10.0
 
 
 async def upload(manager: Manager, box: str, local: Path, path: str) -> None:
     """Copy a file or folder of the host to `path` in the guest."""
     if local.is_dir():
-        archive = f"/tmp/.upload-{secrets.token_hex(8)}.tar"
-        await manager.write(box, archive, await asyncio.to_thread(_pack, local))
-        place = shlex.quote(path)
-        await _shell(manager, box, f"mkdir -p {place} && tar -xf {archive} -C {place}; e=$?; rm -f {archive}; exit $e")
+        await put_archive(manager, box, path, await asyncio.to_thread(_pack, local))
     else:
         data = await asyncio.to_thread(local.read_bytes)
         await manager.write(box, path, data, local.stat().st_mode & 0o777)
@@ -37,13 +36,34 @@ async def download(manager: Manager, box: str, path: str, local: Path) -> None:
         data = await manager.read(box, path)
         await asyncio.to_thread(local.write_bytes, data)
         return
-    archive = f"/tmp/.download-{secrets.token_hex(8)}.tar"
-    await _shell(manager, box, f"tar -cf {archive} -C {shlex.quote(path)} .")
+    await asyncio.to_thread(_unpack, await take_archive(manager, box, path), local)
+
+
+async def put_archive(manager: Manager, box: str, path: str, data: bytes) -> None:
+    """Unpack a tar archive into a folder of the guest, which is made."""
+    place = shlex.quote(path)
+    async with _passing(manager, box, "upload") as archive:
+        await manager.write(box, archive, data)
+        await _shell(manager, box, f"mkdir -p {place} && tar -xf {archive} -C {place}")
+
+
+async def take_archive(manager: Manager, box: str, path: str, limit: int = READ_LIMIT) -> bytes:
+    """A folder of the guest as a tar archive of at most `limit` bytes; what is in it is the guest's word."""
+    async with _passing(manager, box, "download") as archive:
+        await _shell(manager, box, f"tar -cf {archive} -C {shlex.quote(path)} .")
+        return await manager.read(box, archive, limit)
+
+
+@contextlib.asynccontextmanager
+async def _passing(manager: Manager, box: str, verb: str) -> AsyncIterator[str]:
+    """A file of the guest that is gone afterwards, also where the call breaks off or is cancelled."""
+    path = f"/tmp/.{verb}-{secrets.token_hex(8)}.tar"
     try:
-        data = await manager.read(box, archive)
+        yield path
     finally:
-        await manager.run(box, Command(["rm", "-f", archive], user="root"))
-    await asyncio.to_thread(_unpack, data, local)
+        # A guest that cannot do it is not the news.
+        with contextlib.suppress(SandboxError):
+            await manager.run(box, Command(["rm", "-f", path], user="root", timeout_s=_REMOVE_S))
 
 
 async def _shell(manager: Manager, box: str, script: str) -> None:
@@ -78,4 +98,4 @@ def normal(path: str) -> str:
     return posixpath.normpath(path)
 
 
-__all__ = ["download", "normal", "upload"]
+__all__ = ["download", "normal", "put_archive", "take_archive", "upload"]

@@ -102,6 +102,34 @@ def test_what_a_program_sees(qemu_root: Assets, tmp_path: Path) -> None:
     run(test())
 
 
+def test_transfers_that_are_cancelled_leave_nothing_behind(qemu_root: Assets, tmp_path: Path) -> None:
+    """A file is written beside its place, a folder goes through an archive: neither stays, and the old file does."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(os.urandom(30_000_000))
+
+    async def test() -> None:
+        async with opened(qemu_root) as manager, Sandbox.create(manager=manager) as box:
+            await manager.write(box.id, "/root/new/file", b"old")
+            await box.exec("mkdir /root/out; dd if=/dev/urandom of=/root/out/file bs=1M count=30")
+            transfers = (
+                lambda: manager.write(box.id, "/root/new/file", bytes(100_000_000)),
+                lambda: box.upload(tmp_path / "folder", "/root/folder"),
+                lambda: box.download("/root/out", tmp_path / "out"),
+            )
+            cancelled = 0
+            for transfer in transfers:
+                for delay in (0.0, 0.1, 0.2, 0.4):
+                    task = asyncio.create_task(transfer())
+                    await asyncio.sleep(delay)
+                    task.cancel()
+                    cancelled += isinstance((await asyncio.gather(task, return_exceptions=True))[0], BaseException)
+            assert cancelled >= 6
+            left = await box.exec("ls -A /root/new /tmp; wc -c < /root/new/file; ls -l /proc/1/fd | grep -c /root")
+            assert left.text.split() == ["/root/new:", "file", "/tmp:", "3", "0"]
+
+    run(test())
+
+
 def test_misbehaviour(qemu_root: Assets) -> None:
     """A fork bomb, endless output, a program that ignores signals: ended in time, and the guest goes on."""
 

@@ -40,6 +40,7 @@ static void handle(uint32_t type, uint32_t id, const uint8_t *body, uint32_t len
     case RESIZE: process_resize(id, number(body, length, 0), number(body, length, 4)); break;
     case DISCARD:
       if ((s = stream_find(id))) stream_discard(s, number(body, length, 0));
+      else file_write_discard(id);
       break;
     case CREDIT:
       if ((s = stream_find(id))) s->credit += number(body, length, 0);

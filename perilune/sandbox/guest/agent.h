@@ -72,6 +72,7 @@ void file_read(uint32_t stream, const uint8_t *body, uint32_t length);
 void file_write(uint32_t stream, const uint8_t *body, uint32_t length);
 void file_write_data(uint32_t stream, const uint8_t *body, uint32_t length);
 void file_write_end(uint32_t stream);
+void file_write_discard(uint32_t stream);
 void file_forget_all(void);
 int make_parents(const char *path);
 

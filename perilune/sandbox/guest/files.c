@@ -94,18 +94,25 @@ static void drop(struct upload *u) {
   free(u);
 }
 
+static void forget(struct upload *u) {
+  if (u->fd >= 0) unlink(u->beside);
+  drop(u);
+}
+
 void file_write_end(uint32_t id) {
   struct upload *u = find(id);
   if (!u) return wire_end(id, EINVAL);
   if (!u->error && (fchmod(u->fd, u->mode & 07777) || rename(u->beside, u->path))) u->error = errno;
-  if (u->error && u->fd >= 0) unlink(u->beside);
   wire_end(id, u->error);
-  drop(u);
+  if (u->error) forget(u);
+  else drop(u);
+}
+
+void file_write_discard(uint32_t id) {
+  struct upload *u = find(id);
+  if (u) forget(u);
 }
 
 void file_forget_all(void) {
-  while (uploads) {
-    if (uploads->fd >= 0) unlink(uploads->beside);
-    drop(uploads);
-  }
+  while (uploads) forget(uploads);
 }

@@ -7,8 +7,6 @@ import base64
 import binascii
 import contextlib
 import json
-import secrets
-import shlex
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any
 
@@ -22,7 +20,7 @@ from perilune.sandbox.service.errors import Refused, body_of, refused
 from perilune.sandbox.service.programs import Program
 from perilune.sandbox.service.streaming import Stream
 from perilune.sandbox.states import State
-from perilune.sandbox.transfer import normal
+from perilune.sandbox.transfer import normal, put_archive, take_archive
 
 router = APIRouter(dependencies=[Depends(with_access)])
 ARCHIVE_S = 300.0
@@ -225,12 +223,7 @@ async def write(
 async def download(ctx: Ctx, sandbox_id: str, path: Path) -> Response:
     """A folder as a tar archive. What is in it is the guest's word: unpack it with care (`tarfile`'s data filter)."""
     await awake(ctx, sandbox_id)
-    archive = f"/tmp/.download-{secrets.token_hex(8)}.tar"
-    await shell(ctx, sandbox_id, f"tar -cf {archive} -C {shlex.quote(normal(path))} .")
-    try:
-        data = await ctx.manager.read(sandbox_id, archive, ctx.config.max_file)
-    finally:
-        await ctx.manager.run(sandbox_id, Command(["rm", "-f", archive], user="root"))
+    data = await take_archive(ctx.manager, sandbox_id, normal(path), ctx.config.max_file)
     return Response(data, media_type="application/x-tar")
 
 
@@ -238,11 +231,7 @@ async def download(ctx: Ctx, sandbox_id: str, path: Path) -> Response:
 async def upload(ctx: Ctx, sandbox_id: str, request: Request, path: Path) -> None:
     """Unpack a tar archive, the body, into a folder, which is made."""
     await awake(ctx, sandbox_id)
-    archive = f"/tmp/.upload-{secrets.token_hex(8)}.tar"
-    place = shlex.quote(normal(path))
-    await ctx.manager.write(sandbox_id, archive, await read_body(request, ctx.config.max_file))
-    script = f"mkdir -p {place} && tar -xf {archive} -C {place}; e=$?; rm -f {archive}; exit $e"
-    await shell(ctx, sandbox_id, script)
+    await put_archive(ctx.manager, sandbox_id, normal(path), await read_body(request, ctx.config.max_file))
 
 
 async def shell(ctx: Context, box: str, script: str) -> str:
