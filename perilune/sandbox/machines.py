@@ -102,7 +102,9 @@ class Machines:
     ) -> list[Running | SandboxError]:
         """Resume a snapshot as many machines; each result is one of them or why it could not be started."""
         check_format(snapshot, await self.driver.format(machine))
-        memory, image = await asyncio.to_thread(self._image, snapshot, machine, len(boxes))
+        disks, state = await asyncio.to_thread(self._files, snapshot)
+        memory = await self._memory(snapshot, machine.memory_mib << 20, len(boxes))
+        image = Image(memory.image, state, disks, memory.patches, snapshot.clean)
         try:
             directories = [self.directory(box) for box in boxes]
             for directory in directories:
@@ -142,16 +144,26 @@ class Machines:
         self.running[handle.box] = running
         return running
 
-    def _image(self, snapshot: Snapshot, machine: Machine, copies: int) -> tuple[Memory, Image]:
-        disks = tuple(self.layers.verify(layer) for layer in snapshot.disks)
-        state = self.layers.verify(snapshot.state)
-        memory = self.layers.memory(snapshot.memory, machine.memory_mib << 20, copies)
-        return memory, Image(memory.image, state, disks, memory.patches, snapshot.clean)
+    def _files(self, snapshot: Snapshot) -> tuple[tuple[Path, ...], Path]:
+        """Its disks and its device state."""
+        return tuple(self.layers.verify(layer) for layer in snapshot.disks), self.layers.verify(snapshot.state)
+
+    async def _memory(self, snapshot: Snapshot, size: int, copies: int) -> Memory:
+        """Held until it is released; a caller that goes away while it is made need not."""
+        making = asyncio.ensure_future(asyncio.to_thread(self.layers.memory, snapshot.memory, size, copies))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, making: asyncio.Future[Memory]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            self.layers.release(making.result())
 
     async def prepare(self, snapshot: Snapshot, machine: Machine) -> None:
         """Make the snapshot's memory image now, if a few copies of it would want one."""
-        size = machine.memory_mib << 20
-        self.layers.release(await asyncio.to_thread(self.layers.memory, snapshot.memory, size, USUAL_COPIES))
+        self.layers.release(await self._memory(snapshot, machine.memory_mib << 20, USUAL_COPIES))
 
     async def stop(self, box: str) -> None:
         """End a sandbox's machine, if it has one, and remove its files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,43 @@ async def until(true: Any) -> None:
     """Wait for a condition; `run` has the limit."""
     while not true():
         await asyncio.sleep(0.005)
+
+
+def test_an_image_that_nobody_waits_for_any_more_is_not_held(fake_root: Assets, gates: Gates) -> None:
+    """A start that is cancelled while a thread still lays its memory's image together; held, it could never go."""
+
+    async def test() -> None:
+        async with opened(fake_root, gates) as manager:
+            box = (await manager.create(Options())).id
+            snapshot = await manager.checkpoint(box)
+            machine, layers = manager.machines.running[box].machine, manager.layers
+            begun, go, done, make = threading.Event(), threading.Event(), threading.Event(), layers.memory
+
+            def slowly(*arguments: Any) -> Any:
+                begun.set()
+                assert go.wait(20)
+                made = make(*arguments)
+                done.set()
+                return made
+
+            for start in (
+                lambda: manager.machines.prepare(snapshot, machine),
+                lambda: manager.machines.start("other", snapshot, machine, Network()),
+            ):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(layers, "memory", slowly)
+                    task = asyncio.create_task(start())
+                    await until(begun.is_set)
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                go.set()
+                await until(done.is_set)
+                await until(lambda: not layers._held)
+                for event in (begun, go, done):
+                    event.clear()
+
+    run(test())
 
 
 # Counts: what could not be made is not counted, and what was counted can be made
