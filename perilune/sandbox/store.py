@@ -35,6 +35,7 @@ CREATE INDEX IF NOT EXISTS uses_layer ON uses(layer);
 CREATE INDEX IF NOT EXISTS snapshots_box ON snapshots(box);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+TOLD_S = 24 * 3600.0  # for so long a sandbox whose life had no end says why it has ended
 # What hundreds of moves write before the log is checkpointed.
 _RESERVE_PAGES = 512
 _CHANGEABLE = ("snapshot", "expires", "reason", "metadata", "owner", "spec")
@@ -185,8 +186,14 @@ class Store:
         return self.get(record.id)
 
     def expired(self, now: float) -> list[Record]:
-        """Sandboxes whose time is up; whoever acts on one checks again with `move`, which fails if it was renewed."""
-        rows = self._db.execute("SELECT * FROM boxes WHERE expires IS NOT NULL AND expires<=?", (now,)).fetchall()
+        """Sandboxes whose time is up; whoever acts on one checks again with `move`, which fails if it was renewed.
+
+        Of one without an end that has ended the time is up after `TOLD_S`.
+        """
+        rows = self._db.execute(
+            "SELECT * FROM boxes WHERE expires<=? OR (expires IS NULL AND state=? AND changed<=?)",
+            (now, State.ENDED, now - TOLD_S),
+        ).fetchall()
         return [_record(row) for row in rows]
 
     def shift(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 from perilune.sandbox.errors import BadSnapshot, Conflict, NotFound, SandboxError
 from perilune.sandbox.snapshot import Snapshot, check_format, from_json, to_json
 from perilune.sandbox.states import Decision, Request, State, after_crash, decide, may_move
-from perilune.sandbox.store import LayerRow, Store
+from perilune.sandbox.store import TOLD_S, LayerRow, Store
 
 PASSING = {State.CREATING, State.PAUSING, State.RESUMING, State.SNAPSHOTTING, State.FORKING, State.KILLING}
 
@@ -84,6 +84,16 @@ def test_renewed_while_it_expires(store: Store) -> None:
     with pytest.raises(Conflict):
         store.move(expired, State.PAUSING)
     assert store.expired(time.time()) == []
+
+
+def test_what_has_ended_is_told_for_a_day_if_its_life_had_no_end(store: Store) -> None:
+    """Or records of machines that died would only ever become more; those that live are never among them."""
+    for box, expires in (("lives", None), ("died", None), ("later", time.time() + 1e6)):
+        store.move(store.insert(box, "busybox", {}, {}, expires=expires), State.RUNNING)
+    for box in ("died", "later"):
+        store.move(store.get(box), State.ENDED, reason="its machine has ended")
+    assert store.expired(time.time() + TOLD_S - 60) == []
+    assert [record.id for record in store.expired(time.time() + TOLD_S + 60)] == ["died"]
 
 
 def test_a_commit_is_all_or_nothing(store: Store, tmp_path: Path) -> None:
