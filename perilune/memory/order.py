@@ -35,8 +35,8 @@ class Order:
     def fetch_before(self, slot: Slot, ahead: float) -> None:
         """What was saved before this one is wanted next: as many bytes of it as fit in a part of the largest layer."""
         room, wanted = ahead * self.largest, set[Slot]()
-        for reference in reversed(self._slots[: slot.number]):
-            earlier = reference()
+        for at in range(slot.number - 1, -1, -1):
+            earlier = self._slots[at]()
             if earlier is None or earlier.there or earlier in wanted:
                 continue
             if room < 0:

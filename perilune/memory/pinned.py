@@ -52,7 +52,7 @@ class _Ticket:
 
 
 class PinnedStore:
-    """Buffers are kept for the next step, for tensors as large or, without a limit, up to a fifth smaller. Those that
+    """Buffers are kept for the next step, for tensors as large or, without a limit, up to a third smaller. Those that
     steps of other sizes have left are given up before more is pinned than half as much again as was ever held at once.
 
     limit: bytes pinned in all; 0: no limit.
@@ -148,6 +148,8 @@ class PinnedStore:
         self._most_held = max(self._most_held, self.held + size)
         most = 3 * self._most_held // 2
         if self.pinned + size > (min(self.limit, most) if self.limit else most):
+            if at < len(self._free) and not self.limit and self._free[at].size <= 3 * size // 2:
+                return self._free.pop(at)  # rather than to pin anew in every step
             self._unpin()
             check_room("memory.host_bytes", self.limit, self.pinned, size)
         try:
@@ -163,6 +165,8 @@ class PinnedStore:
             buffer.event.synchronize()
             self.pinned -= buffer.size
         self._free.clear()
+        # Those that are over hold their buffers.
+        self._leaving = deque(ticket for ticket in self._leaving if ticket.source is not None)
 
 
 def _size(buffer: _Pinned) -> int:

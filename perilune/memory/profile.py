@@ -214,6 +214,9 @@ def predict_both(profile: Profile, plan: Plan) -> tuple[dict[str, Row], int]:
         size = after = profile.sizes[one.storage]
         row.count += 1
         row.before += size
+        if one.placement != KEEP:
+            # What comes back is whole: decoded, or computed again.
+            spans.append((min(one.parts), max(one.parts), size))
         if one.placement.where == "recompute":
             continue
         if one.placement.fp8 and one.name is not None:
@@ -222,7 +225,6 @@ def predict_both(profile: Profile, plan: Plan) -> tuple[dict[str, Row], int]:
             row.device += after
         else:
             row.stored += after
-            spans.append((min(one.parts), max(one.parts), after))
     ends = {last for first, last, _ in spans if first < last}
     lasting = max((sum(size for first, last, size in spans if first < part <= last) for part in ends), default=0)
     return rows, lasting

@@ -192,7 +192,7 @@ class AsyncLLM:
         try:
             self._work()
         except BaseException as error:
-            self._broken = f"the engine's thread has ended: {error!r}"
+            self._broken = self.failure or f"the engine's thread has ended: {error!r}"
             self._give_up(self._broken)
             raise
 
@@ -205,7 +205,7 @@ class AsyncLLM:
             self._obey(wait)
             wait = self._step() if self._steps() else None
             with self._gate:
-                if self._closing and not self._tickets and self._commands.empty():
+                if self._stopped.is_set() or (self._closing and not self._tickets and self._commands.empty()):
                     self._stopped.set()
                     return
 
@@ -236,19 +236,19 @@ class AsyncLLM:
             # Those that ran have ended, and the next step says so; unless steps do nothing but raise.
             self._failures += 1
             if self._failures >= _FAILURES:
-                for id, ticket in self._tickets.items():
+                for id, ticket in [*self._tickets.items()]:
                     ticket.give(EngineError(f"the engine has failed: {error!r}", "failed"))
                     self._llm.abort(id)
                 self._tickets.clear()
             return 0
         answers = {answer.id: answer for answer in finished}
         for text, output in pieces:
-            if output.id not in self._tickets:
+            waits = self._tickets.get(output.id)
+            if waits is None:
                 continue
-            ticket = self._tickets[output.id]
-            ticket.give(Delta(text, output, answers.get(output.id)))
-            if ticket.over:
-                del self._tickets[output.id]
+            waits.give(Delta(text, output, answers.get(output.id)))
+            if waits.over:
+                self._tickets.pop(output.id, None)
                 if output.finished is None:  # its event loop is gone
                     self._llm.abort(output.id)
         if engine.idle and engine.scheduler.stands_still():
@@ -274,6 +274,8 @@ class AsyncLLM:
             return
         self._tickets[ticket.id] = ticket
         ticket.give(Delta("", Output(ticket.id)))
+        if self._stopped.is_set():  # `_give_up` may have missed it
+            ticket.give(self._over("the engine has been drained; it takes no request"))
 
     def _abort(self, ticket: Ticket) -> None:
         # Nobody waits for what it gives, which no step may do for long.
@@ -282,13 +284,13 @@ class AsyncLLM:
 
     def _abort_all(self) -> None:
         engine, gone = self._llm.engine, []
-        for id, ticket in self._tickets.items():
+        for id, ticket in [*self._tickets.items()]:
             self._llm.abort(id)
             if engine.paused or engine.asleep or engine.incomplete:  # no step will say so
                 ticket.give(EngineError("the engine was drained while it could not step", "draining"))
                 gone.append(id)
         for id in gone:
-            del self._tickets[id]
+            self._tickets.pop(id, None)
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -136,6 +136,9 @@ def test_what_all_layers_want_stays_once_it_is_back() -> None:
         return (x * sum(block * block for block in blocks)).sum()
 
     noted, plan, store = profile(forward, weights, CPU), Plan.of({"*": "host"}), Elsewhere()
+    for placement in ("fp8+host", "fp8"):  # come back whole
+        assert predict_both(noted, Plan.of({"block": placement, "*": "host"}))[1] == 3 * 4 * width
+    assert predict_both(noted, Plan.of({"block": "keep", "*": "host"}))[1] == 0
     memory, most = Memory(plan, weights, store), [0]
     memory.watch = lambda asked: most.append(store.alive() if asked else 0)
     with memory.step():

@@ -6,6 +6,7 @@ Numbers in the comments are those of the public reports this kind of mistake is 
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -133,6 +134,40 @@ def test_steps_of_many_sizes_do_not_pin_more_and_more(monkeypatch: pytest.Monkey
     step(1000)
     made.clear()
     step(900)
+    assert not made
+
+
+def test_what_is_given_up_is_not_pinned_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the copy out of a ticket that has been dropped is still under way."""
+    device, alive = SlowDevice(0), list[tuple[weakref.ref[torch.Tensor], int]]()
+    device.install(monkeypatch)
+    monkeypatch.setattr(device, "run_some", lambda: None)
+    pin = pinned._pin
+
+    def noted(size: int) -> torch.Tensor:
+        made = pin(size)
+        alive.append((weakref.ref(made), size))
+        return made
+
+    monkeypatch.setattr(pinned, "_pin", noted)
+    store = PinnedStore(CPU, limit=1000)
+    for numbers in (200, 150, 225, 175, 250):
+        store.drop(store.put(torch.ones(numbers)))
+        assert store.pinned == sum(size for made, size in alive if made() is not None) <= 1000
+
+
+def test_micro_batches_of_three_lengths_soon_pin_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, made = SlowDevice(0), list[int]()
+    device.install(monkeypatch)
+    pin = pinned._pin
+    monkeypatch.setattr(pinned, "_pin", lambda size: (made.append(size), pin(size))[1])
+    store = PinnedStore(CPU)
+    for _ in range(5):
+        made.clear()
+        for tokens in (100, 70, 50):
+            for ticket in [store.put(torch.ones(tokens * part)) for part in (1, 2, 3) * 8]:
+                store.drop(ticket)
+            device.finish()
     assert not made
 
 

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import random
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -386,6 +387,98 @@ def test_an_engine_that_fails_with_nothing_to_do_ends_its_thread(monkeypatch: py
                 await one
             assert error.value.kind == "failed"
         await llm.drain()
+
+    run(main())
+
+
+class Failing(LLM):
+    """Steps raise once `reason` is set, as those of an engine whose rank has ended."""
+
+    reason: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self.reason
+
+    def step(self) -> Any:
+        if self.reason is not None:
+            raise EngineError(self.reason, "failed")
+        return super().step()
+
+
+def failing() -> Failing:
+    return Failing(small_model(), EngineConfig(4_000_000, slots=4, token_budget=128, exact=True))
+
+
+class Gate:
+    """A function that waits inside until `go`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.inside, self.go = function, threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.inside.set()
+        assert self.go.wait(20)
+        return self.function(*args, **kwargs)
+
+    async def entered(self) -> None:
+        while not self.inside.is_set():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["after it was given up", "while it is given up"])
+def test_a_request_that_is_added_too_late_is_told_and_the_thread_ends(
+    between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread adds it when all who wait have been told already; as the engine is paused, no step ever says so."""
+    monkeypatch.setattr("perilune.serve.async_llm._LOST", 0.0)
+
+    async def main() -> None:
+        inner = failing()
+        llm = AsyncLLM(inner)
+        await llm.call(lambda inner: inner.pause())
+        inner.add = gate = Gate(inner.add)  # type: ignore[method-assign]
+        lose = llm._lose
+
+        def lost(failure: str) -> None:
+            lose(failure)
+            gate.go.set()
+            while llm._obeyed is not None:
+                time.sleep(0.001)
+
+        if between:
+            llm._lose = lost  # type: ignore[method-assign]
+        waits = asyncio.create_task(llm.generate(prompt(9, 0), LONG))
+        await gate.entered()
+        inner.reason = "a rank has ended"
+        await llm.drain()
+        with pytest.raises(EngineError, match="a rank has ended") as error:
+            await waits
+        assert error.value.kind == "failed"
+        gate.go.set()
+        llm._thread.join(20)
+        assert not llm._thread.is_alive()
+
+    run(main())
+
+
+def test_the_reason_stays_when_tickets_go_under_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.serve.async_llm._LOST", 0.0)
+
+    async def main() -> None:
+        inner = failing()
+        llm = AsyncLLM(inner)
+        for i in range(2):
+            await anext(llm.stream(prompt(9, i), LONG))
+        inner.abort = gate = Gate(inner.abort)  # type: ignore[method-assign]
+        drained = asyncio.create_task(llm.drain(0))
+        await gate.entered()
+        inner.reason = "a rank has ended"
+        await drained
+        gate.go.set()
+        llm._thread.join(20)
+        assert not llm._thread.is_alive()
+        assert llm.failure == "a rank has ended"
 
     run(main())
 
