@@ -137,7 +137,8 @@ class Memory:
             raise Error(f"{name} is {x.dtype}, and the plan wants it as fp8, which is for floating-point numbers")
         entry = self._named[key] = _Named(name, x, placement)
         if placement.where == "recompute":
-            assert again is not None
+            if again is None:
+                raise Error(f"{name} is given without a way to compute it again, and was given with one before")
             packed = [self._pack(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             recipe = Recipe(name, again, packed, self._quiet)
             self._fresh.append((recipe, entry.storage))

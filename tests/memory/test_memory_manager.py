@@ -89,6 +89,13 @@ def test_control_tensors_and_weights_are_never_touched(world: World, monkeypatch
     assert not weights & {x.untyped_storage().data_ptr() for x in seen}
 
 
+def test_a_name_has_a_way_to_be_computed_again_or_has_none() -> None:
+    w = torch.ones(4, requires_grad=True)
+    with Memory(Plan.of({"x": "recompute"}), [w]).step(), pytest.raises(Error, match="x is given without a way"):
+        keep("x", w * 2, torch.mul, w, 2)
+        keep("x", w * 3)
+
+
 def test_views_of_weights_cannot_be_named() -> None:
     w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     with Memory(Plan(), [w]).step(), pytest.raises(Error, match="w is a weight, or a view of one"):
