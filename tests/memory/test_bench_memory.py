@@ -101,6 +101,8 @@ def test_every_path_runs_to_its_end(path: str, tmp_path: Path) -> None:
     )
     command = [*(run or [sys.executable]), str(BENCH / words[0]), *words[1:], "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # NIXL by itself ends with SIGSEGV at exit where UCX loads modules beside libibverbs, without a device.
+    environment["UCX_MODULES"] = "none"
     done = subprocess.run(
         command, cwd=BENCH.parent, env=environment, capture_output=True, text=True, timeout=550, check=False
     )
@@ -110,7 +112,7 @@ def test_every_path_runs_to_its_end(path: str, tmp_path: Path) -> None:
         assert [row["rounds"] for row in found["plans"]] == [1] * 5
         assert "the least that can be reached" in found["not_fitted"]["fit(1e-07 GB)"]
     if path == "longest":
-        assert [row["ran"] for row in found["longest"]] == [True, True]
+        assert all(0 < row["ran_tokens"] <= row["predicted_tokens"] for row in found["longest"])
     if path == "peer":
         assert [len(rank["peer"]["ms"]) for rank in found["stages"]["ranks"]] == [1, 1]
         assert found["copies messages"]["same"]
