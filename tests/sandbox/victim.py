@@ -56,7 +56,7 @@ async def main(root: Path, kind: str, plan: list[str]) -> None:
         # A size that was never booted: what a template's boot passes.
         while True:
             sizes = {snapshot.format["memory_mib"] for snapshot in manager.store.snapshots()}
-            least = max(144, assets.kernel.least_memory_mib + 16)
+            least = 144 if kind == "fake" else assets.kernel().least_memory_mib + 16
             size = next(size for size in range(least, 1 << 20, 16) if str(size) not in sizes)
             await manager.create(Options(memory_mib=size))
             if listing:
