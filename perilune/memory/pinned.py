@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -120,7 +121,7 @@ class PinnedStore:
         ticket.back = None
         self._free_source(ticket)
         self.held -= ticket.size
-        insort(self._free, ticket.buffer, key=_size)
+        insort(self._free, ticket.buffer, key=attrgetter("size"))
 
     def _most_in_flight(self, halves: int) -> int:
         """halves: of a layer, 3 in a forward pass and 1 in a backward pass."""
@@ -141,7 +142,7 @@ class PinnedStore:
             ticket.source = None
 
     def _buffer(self, size: int) -> _Pinned:
-        at = bisect_left(self._free, size, key=_size)
+        at = bisect_left(self._free, size, key=attrgetter("size"))
         # A limit is of what is held, so nothing is wasted under one.
         if at < len(self._free) and self._free[at].size <= (size if self.limit else 5 * size // 4):
             return self._free.pop(at)
@@ -167,10 +168,6 @@ class PinnedStore:
         self._free.clear()
         # Those that are over hold their buffers.
         self._leaving = deque(ticket for ticket in self._leaving if ticket.source is not None)
-
-
-def _size(buffer: _Pinned) -> int:
-    return buffer.size
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from perilune.sandbox.errors import GuestError, SandboxError
 from perilune.sandbox.manager import READ_LIMIT, Manager
 from perilune.sandbox.untar import extract
 
-_TAR_S, _REMOVE_S = 300.0, 10.0
+_SHELL_S, _REMOVE_S = 300.0, 10.0
 
 
 async def upload(manager: Manager, box: str, local: Path, path: str) -> None:
@@ -44,13 +44,13 @@ async def put_archive(manager: Manager, box: str, path: str, data: bytes) -> Non
     place = shlex.quote(path)
     async with _passing(manager, box, "upload") as archive:
         await manager.write(box, archive, data)
-        await _shell(manager, box, f"mkdir -p {place} && tar -xf {archive} -C {place}")
+        await shell(manager, box, f"mkdir -p {place} && tar -xf {archive} -C {place}")
 
 
 async def take_archive(manager: Manager, box: str, path: str, limit: int = READ_LIMIT) -> bytes:
     """A folder of the guest as a tar archive of at most `limit` bytes; what is in it is the guest's word."""
     async with _passing(manager, box, "download") as archive:
-        await _shell(manager, box, f"tar -cf {archive} -C {shlex.quote(path)} .")
+        await shell(manager, box, f"tar -cf {archive} -C {shlex.quote(path)} .")
         return await manager.read(box, archive, limit)
 
 
@@ -66,10 +66,12 @@ async def _passing(manager: Manager, box: str, verb: str) -> AsyncIterator[str]:
             await manager.run(box, Command(["rm", "-f", path], user="root", timeout_s=_REMOVE_S))
 
 
-async def _shell(manager: Manager, box: str, script: str) -> None:
-    result = await manager.run(box, Command(script, user="root", timeout_s=_TAR_S))
+async def shell(manager: Manager, box: str, script: str) -> str:
+    """What a shell command prints; `GuestError` with what it said if it failed."""
+    result = await manager.run(box, Command(script, user="root", timeout_s=_SHELL_S))
     if result.exit_code:
-        raise GuestError(f"{script.split(';')[0]}: {result.stderr.decode(errors='replace').strip()[-300:]}")
+        raise GuestError(result.stderr.decode(errors="replace").strip()[-300:] or f"exit code {result.exit_code}")
+    return result.text
 
 
 def _pack(local: Path) -> bytes:
@@ -98,4 +100,4 @@ def normal(path: str) -> str:
     return posixpath.normpath(path)
 
 
-__all__ = ["download", "normal", "put_archive", "take_archive", "upload"]
+__all__ = ["download", "normal", "put_archive", "shell", "take_archive", "upload"]

@@ -12,7 +12,7 @@ from typing import Any
 from perilune.sandbox.errors import GuestError
 from perilune.sandbox.service.context import Context
 from perilune.sandbox.service.errors import Refused
-from perilune.sandbox.service.guest import shell
+from perilune.sandbox.transfer import shell
 
 Fields = dict[str, Any]
 # Size, mode in hexadecimal, user, group, seconds, name: a name has no line break, or it is left out.
@@ -49,7 +49,9 @@ def entry(line: str) -> Fields | None:
 
 
 async def _entries(ctx: Context, box: str, script: str) -> list[Fields]:
-    return [found for line in (await shell(ctx, box, script)).splitlines() if (found := entry(line)) is not None]
+    return [
+        found for line in (await shell(ctx.manager, box, script)).splitlines() if (found := entry(line)) is not None
+    ]
 
 
 async def _one(ctx: Context, box: str, path: str) -> Fields:
@@ -77,7 +79,7 @@ async def _list_dir(ctx: Context, box: str, fields: Fields) -> Fields:
 async def _make_dir(ctx: Context, box: str, fields: Fields) -> Fields:
     path = _path(fields)
     said = await shell(
-        ctx, box, f"if [ -d {shlex.quote(path)} ]; then echo here; else mkdir -p {shlex.quote(path)}; fi"
+        ctx.manager, box, f"if [ -d {shlex.quote(path)} ]; then echo here; else mkdir -p {shlex.quote(path)}; fi"
     )
     if said:
         raise Refused(409, "already_exists", f"{path}: a folder is there already")
@@ -87,7 +89,7 @@ async def _make_dir(ctx: Context, box: str, fields: Fields) -> Fields:
 async def _move(ctx: Context, box: str, fields: Fields) -> Fields:
     source, target = _path(fields, "source"), _path(fields, "destination")
     folder = shlex.quote(posixpath.dirname(target))
-    await shell(ctx, box, f"mkdir -p {folder} && mv {shlex.quote(source)} {shlex.quote(target)}")
+    await shell(ctx.manager, box, f"mkdir -p {folder} && mv {shlex.quote(source)} {shlex.quote(target)}")
     return await _one(ctx, box, target)
 
 
@@ -95,7 +97,7 @@ async def _remove(ctx: Context, box: str, fields: Fields) -> Fields:
     path = _path(fields)
     if path == "/":
         raise Refused(400, "invalid", "path is '/'; the root cannot be removed", "path")
-    await shell(ctx, box, f"stat {shlex.quote(path)} > /dev/null && rm -rf {shlex.quote(path)}")
+    await shell(ctx.manager, box, f"stat {shlex.quote(path)} > /dev/null && rm -rf {shlex.quote(path)}")
     return {}
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from perilune.sandbox.driver import Command, Process, Result
-from perilune.sandbox.errors import GuestError, SandboxError
+from perilune.sandbox.errors import SandboxError
 from perilune.sandbox.service.bodies import Exec, Input, Signal
 from perilune.sandbox.service.context import Context, Ctx, with_access
 from perilune.sandbox.service.errors import Refused, body_of, refused
@@ -23,7 +23,6 @@ from perilune.sandbox.states import State
 from perilune.sandbox.transfer import normal, put_archive, take_archive
 
 router = APIRouter(dependencies=[Depends(with_access)])
-ARCHIVE_S = 300.0
 LINES = "application/x-ndjson"
 
 Path = Annotated[str, Query(min_length=1, max_length=4096, description="absolute path in the guest")]
@@ -234,12 +233,4 @@ async def upload(ctx: Ctx, sandbox_id: str, request: Request, path: Path) -> Non
     await put_archive(ctx.manager, sandbox_id, normal(path), await read_body(request, ctx.config.max_file))
 
 
-async def shell(ctx: Context, box: str, script: str) -> str:
-    """What a shell command prints; `GuestError` with what it said if it failed."""
-    result = await ctx.manager.run(box, Command(script, user="root", timeout_s=ARCHIVE_S))
-    if result.exit_code:
-        raise GuestError(result.stderr.decode(errors="replace").strip()[-300:] or f"exit code {result.exit_code}")
-    return result.text
-
-
-__all__ = ["awake", "from_base64", "read_body", "router", "shell", "start"]
+__all__ = ["awake", "from_base64", "read_body", "router", "start"]

@@ -231,7 +231,7 @@ class Ranks:
         # All leave at the same time: NCCL lets nobody go who is alone. After a failure there is none to wait for.
         sound = self.failure is None
         deadline = time.monotonic() + (LEAVE if sound else BLAME)
-        leaving = threading.Thread(target=self._leave, args=(sound,), daemon=True)
+        leaving = threading.Thread(target=self._depart, args=(sound,), daemon=True)
         leaving.start()
         for process in others:
             processes.end(process, max(0.0, deadline - time.monotonic()) if sound else 0.0)
@@ -244,7 +244,7 @@ class Ranks:
             log.warning("ranks: the process group could not be left; this process should end")
         self._folder.cleanup()
 
-    def _leave(self, together: bool) -> None:
+    def _depart(self, together: bool) -> None:
         """together: with the other ranks; otherwise without waiting for any."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
